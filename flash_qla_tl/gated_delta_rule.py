@@ -1,0 +1,455 @@
+"""The gated delta rule of Yang et al., Gated Delta Networks (arXiv:2412.06464).
+
+Checks, the choice between the TileLang kernels and the torch path, and autograd. The recurrence
+itself is in reference.py, its chunked form in docs/math.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flash_qla_tl import checks
+from flash_qla_tl.kernels.common import target
+from flash_qla_tl.ops.utils import chunk_local_cumsum
+from flash_qla_tl.reference import activate
+from flash_qla_tl.torch_chunked import chunked
+from flash_qla_tl.utils.index import prepare_chunk_offsets
+
+
+class ChunkGatedDeltaRuleFwd(NamedTuple):
+    """What :func:`chunk_gated_delta_rule_fwd` returns."""
+
+    g_cumsum: Tensor
+    A: Tensor
+    o: Tensor
+    h: Tensor | None
+    final_state: Tensor | None
+
+
+class ChunkGatedDeltaRuleBwd(NamedTuple):
+    """What :func:`chunk_gated_delta_rule_bwd` returns."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    db: Tensor
+    dg: Tensor | None
+    dh0: Tensor | None
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    auto_cp: bool = True,
+    chunk_size: int = 64,
+    cp_context: object | None = None,
+    head_first: bool = False,
+    transpose_state_layout: bool | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule attention, differentiable in every tensor of floats.
+
+    For each sequence and value head, with a state S of K x V numbers::
+
+        S = exp(g) * S;  S = S + beta * k (v - S^T k)^T;  o = scale * S^T q
+
+    Value head i uses query/key head ``i // (HV // H)``. Inputs may have any strides.
+
+    Args:
+        q, k: ``[B, T, H, K]``, bf16, fp16, fp32 or float64, all of q, k and v in one dtype.
+        v: ``[B, T, HV, V]``, ``HV`` a multiple of ``H``.
+        g: ``[B, T, HV]``, any float dtype: natural logarithm of the decay, meant to be at most
+            0 (a chunk whose sum exceeds about 88 overflows fp32). None means no decay.
+        beta: ``[B, T, HV]``, any float dtype: write strength.
+        scale: factor on ``o``; None means ``K ** -0.5``, and 0.0 means 0.0.
+        initial_state: ``[N, HV, K, V]``, any float dtype; None means zeros. ``N`` is ``B``, or
+            the number of sequences with ``cu_seqlens``.
+        output_final_state: also return the state after the last token.
+        use_qk_l2norm_in_kernel: divide q and k by ``sqrt(sum(x**2) + 1e-6)`` first.
+        cu_seqlens: ``[N+1]`` int32 or int64, the sequences packed along ``T``: cumulative lengths
+            from 0, repeated for an empty sequence, ``B`` = 1. Rows past ``cu_seqlens[-1]`` are
+            padding, where ``o`` is 0. Contents are checked if they are on the CPU, and on a GPU
+            with ``FLASH_QLA_TL_CHECK=1``; otherwise they are clamped.
+        cu_seqlens_cpu: the same values on the CPU, for callers that have them.
+        chunk_indices: accepted and not needed.
+        state_v_first: states are ``[N, HV, V, K]``.
+        use_gate_in_kernel: the decay is ``-exp(A_log) * softplus(g + dt_bias)``.
+        A_log, dt_bias: ``[HV]``, any float dtype, read with ``use_gate_in_kernel`` only;
+            ``dt_bias`` None means 0.
+        use_beta_sigmoid_in_kernel: the write strength is ``sigmoid(beta)``.
+        allow_neg_eigval: ... times 2.
+        auto_cp: let long sequences be split where that is faster; no effect on the torch path.
+        chunk_size: 64.
+        cp_context: not available.
+        head_first: not available; the layout is ``[B, T, H, ...]``.
+        transpose_state_layout: deprecated name of ``state_v_first``.
+        backend: "auto" runs the kernels where they apply (Hopper, bf16 or fp16, K and V of 64 or
+            128) and torch otherwise, warning once for each reason if that is on a GPU; "torch"
+            and "tilelang" insist.
+
+    Returns:
+        ``o`` ``[B, T, HV, V]`` in the dtype of q, and the final state in the layout of
+        ``initial_state``, fp32 (float64 for float64 inputs), or None.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; see the message.
+        NotImplementedError: ``cp_context`` was given.
+    """
+    if head_first:
+        raise ValueError("head_first must be False (layout [B, T, H, K]), got True")
+    if cp_context is not None:
+        raise NotImplementedError("cp_context must be None: no context parallelism between GPUs")
+    if transpose_state_layout is not None:
+        if state_v_first:
+            raise ValueError("transpose_state_layout must be None with state_v_first, got both")
+        warnings.warn(
+            "transpose_state_layout is deprecated, use state_v_first",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        state_v_first = transpose_state_layout
+    checks.gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        state_v_first=state_v_first,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        chunk_size=chunk_size,
+        backend=backend,
+    )
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    on_kernels = _on_kernels(q, k, v, backend)
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+    if on_kernels and not needs_grad:
+        from flash_qla_tl.kernels.gated_delta_rule.fused_fwd import fused_fwd
+
+        out = fused_fwd(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            h0=initial_state,
+            cu_seqlens=cu_seqlens,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            use_qk_l2norm=use_qk_l2norm_in_kernel,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            use_beta_sigmoid=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+        )
+        return out.o, out.ht
+
+    dtype = q.dtype
+    q, k, g, beta = activate(
+        q,
+        k,
+        g,
+        beta,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+    )
+    if on_kernels:
+        return _ChunkGatedDeltaRule.apply(
+            q.to(dtype),
+            k.to(dtype),
+            v,
+            g,
+            beta,
+            initial_state,
+            cu_seqlens,
+            scale,
+            output_final_state,
+            state_v_first,
+        )
+    boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    h0 = _k_first(initial_state, state_v_first)
+    out = chunked(q, k, v, g, beta, scale, h0, boundaries)
+    return out.o.to(dtype), _k_first(out.ht, state_v_first) if output_final_state else None
+
+
+@torch.no_grad()
+def chunk_gated_delta_rule_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = True,
+    output_h: bool = False,
+    auto_cp: bool = True,
+    state_v_first: bool = False,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> ChunkGatedDeltaRuleFwd:
+    """The forward alone, with what :func:`chunk_gated_delta_rule_bwd` needs; not differentiable.
+
+    Arguments as for :func:`chunk_gated_delta_rule`.
+
+    Returns:
+        g_cumsum: ``[B, T, HV]`` fp32, the gates summed from the start of each chunk of 64 tokens,
+            natural logarithm.
+        A: ``[B, T, HV, 64]`` in the dtype of k, one 64 x 64 block a chunk:
+            ``(I + strict_lower(diag(beta) K K^T))^-1``, with no gate in it. Row t belongs to token
+            t, column j to the j-th token of its chunk. Zero in rows and columns that a chunk,
+            being the last of its sequence, does not have.
+        o: ``[B, T, HV, V]`` in the dtype of q.
+        h: ``[B, NT, HV, K, V]`` (``V, K`` with ``state_v_first``) in the dtype of k, the state at
+            the start of each chunk, or None without ``output_h``. NT is ``ceil(T / 64)``; packed
+            sequences put their chunks one after the other into ``T // 64 + N`` slots, the rest
+            zero, or into exactly as many as there are chunks with ``cu_seqlens_cpu``.
+        final_state: as from :func:`chunk_gated_delta_rule`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; see the message.
+    """
+    checks.gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        state_v_first=state_v_first,
+    )
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    num_chunks = None
+    if cu_seqlens_cpu is not None:
+        num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
+
+    if _on_kernels(q, k, v, "auto"):
+        from flash_qla_tl.kernels.gated_delta_rule.fused_fwd import fused_fwd
+
+        out = fused_fwd(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            h0=initial_state,
+            cu_seqlens=cu_seqlens,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            output_A=True,
+            output_h=output_h,
+            num_chunks=num_chunks,
+        )
+        return ChunkGatedDeltaRuleFwd(out.g_cumsum, out.A, out.o, out.h, out.ht)
+
+    boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    h0 = _k_first(initial_state, state_v_first)
+    out = chunked(q, k, v, g, beta, scale, h0, boundaries)
+    h = None
+    if output_h:
+        h = _k_first(out.h[out.chunks.by_sequence], state_v_first).to(k.dtype)
+        if cu_seqlens is None:
+            h = h.unflatten(0, (q.shape[0], -(-q.shape[1] // 64)))
+        else:
+            NT = num_chunks if num_chunks is not None else q.shape[1] // 64 + len(cu_seqlens) - 1
+            h = torch.cat((h, h.new_zeros(NT - len(h), *h.shape[1:]))).unsqueeze(0)
+    return ChunkGatedDeltaRuleFwd(
+        out.chunks.join(out.g_cumsum),
+        out.chunks.join(out.A).to(k.dtype),
+        out.o.to(q.dtype),
+        h,
+        _k_first(out.ht, state_v_first) if output_final_state else None,
+    )
+
+
+def chunk_gated_delta_rule_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    A: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+) -> ChunkGatedDeltaRuleBwd:
+    """The backward of :func:`chunk_gated_delta_rule_fwd`, on every device computed by torch.
+
+    Args:
+        g: ``[B, T, HV]``: the ``g_cumsum`` of the forward, or None where it had no gate.
+        A: ``[B, T, HV, 64]``: that of the forward. It saves kernels an inverse; torch, which
+            differentiates the inverse itself, recomputes it.
+        do: ``[B, T, HV, V]``, any strides: gradient with respect to ``o``.
+        dht: gradient with respect to the final state, in its layout; None means zero.
+
+        The others as in the forward.
+
+    Returns:
+        dq, dk, dv, db, dg in the shapes and dtypes of q, k, v, beta and g, dg being with respect
+        to the gates before they were summed (None without g); rows past ``cu_seqlens[-1]`` are
+        zero. dh0 with respect to the initial state, in its layout, fp32 (float64 for float64
+        inputs), or None without one.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; see the message.
+    """
+    checks.gated_delta_rule_bwd(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A,
+        do,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first,
+        dht=dht,
+    )
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    h0 = _k_first(initial_state, state_v_first)
+    if h0 is not None:
+        h0 = h0.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, beta, g, h0)]
+    # Autocast would run the products of the backward in 16 bits.
+    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+        q_, k_, v_, beta_, g_, h0_ = leaves
+        out = chunked(q_, k_, v_, g_, beta_, scale, h0_, cu_seqlens, g_is_cumsum=True)
+        pairs = [(out.o, do)]
+        if dht is not None and out.ht.requires_grad:
+            pairs.append((out.ht, _k_first(dht, state_v_first)))
+        outputs, weights = zip(*((x, d.to(x.dtype)) for x, d in pairs), strict=True)
+        found = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None], weights))
+    dq, dk, dv, db, dg, dh0 = (None if x is None else next(found) for x in leaves)
+    if dg is not None:
+        dg = chunk_local_cumsum(dg, 64, cu_seqlens, reverse=True).to(g.dtype)
+    return ChunkGatedDeltaRuleBwd(dq, dk, dv, db, dg, _k_first(dh0, state_v_first))
+
+
+class _ChunkGatedDeltaRule(torch.autograd.Function):
+    """The kernels with a gradient; everything optional on the way in is torch's to differentiate."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, h0, cu_seqlens, scale, output_final_state, state_v_first):
+        from flash_qla_tl.kernels.gated_delta_rule.fused_fwd import fused_fwd
+
+        out = fused_fwd(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            h0=h0,
+            cu_seqlens=cu_seqlens,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            output_A=True,
+        )
+        g_cumsum = None if g is None else out.g_cumsum
+        ctx.save_for_backward(q, k, v, g_cumsum, beta, out.A, h0, cu_seqlens)
+        ctx.scale, ctx.state_v_first = scale, state_v_first
+        ctx.dtypes = [None if x is None else x.dtype for x in (q, k, v, g, beta, h0)]
+        # A loss on one of the two outputs only must not cost a tensor of zeros for the other.
+        ctx.set_materialize_grads(False)
+        return out.o, out.ht
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dht):
+        q, k, v, g_cumsum, beta, A, h0, cu_seqlens = ctx.saved_tensors
+        if do is None:
+            do = torch.zeros_like(v)
+        d = chunk_gated_delta_rule_bwd(
+            q,
+            k,
+            v,
+            g_cumsum,
+            beta,
+            A,
+            do,
+            dht,
+            ctx.scale,
+            h0,
+            cu_seqlens,
+            ctx.state_v_first,
+        )
+        grads = zip((d.dq, d.dk, d.dv, d.dg, d.db, d.dh0), ctx.dtypes, strict=True)
+        return *(None if x is None else x.to(dtype) for x, dtype in grads), None, None, None, None
+
+
+def _on_kernels(q: Tensor, k: Tensor, v: Tensor, backend: str) -> bool:
+    if backend == "torch":
+        return False
+    reason = target.refusal(q, k, v)
+    if reason is not None and backend == "tilelang":
+        raise ValueError(
+            f"backend must be 'auto' or 'torch' for these tensors, got 'tilelang': {reason}"
+        )
+    if reason is not None and q.is_cuda:
+        _say_why(reason)
+    return reason is None
+
+
+@cache
+def _say_why(reason: str) -> None:
+    warnings.warn(
+        f"the gated delta rule runs in torch instead of its kernels: {reason}", stacklevel=4
+    )
+
+
+def _k_first(state: Tensor | None, state_v_first: bool) -> Tensor | None:
+    """A state between the caller's layout and [.., K, V]; the swap undoes itself."""
+    return state.mT if state_v_first and state is not None else state

@@ -1,0 +1,130 @@
+"""Inputs, errors and error budgets, shared by the tests, the benchmarks and ``python -m``."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_qla_tl.reference import activate
+from flash_qla_tl.torch_chunked import chunked
+from flash_qla_tl.utils.norm import l2norm
+
+GATES = ("model", "zero", "strong", "mixed", "reset")
+
+# The largest relative errors we accept of 16-bit kernels, whatever the emulation says.
+CAP = 0.008
+CAP_NEG_EIGVAL = 0.012
+
+
+def gate(regime: str, *shape: int, device: torch.device | str = "cpu") -> Tensor:
+    """Log decays ``[B, T, HV]`` fp32 of a named regime.
+
+    - "model": as a trained model gives them, ``logsigmoid(randn) / 16``, every fourth head 0.
+    - "zero": no decay.
+    - "strong": -20 a token.
+    - "mixed": each token of each head from one of the three above.
+    - "reset": "model" with -1000 at 5% of the tokens and at both ends of the first chunk.
+    """
+    g = F.logsigmoid(torch.randn(*shape, device=device)) / 16
+    if regime in ("model", "reset"):
+        g[..., 3::4] = 0
+    if regime == "zero":
+        g.zero_()
+    elif regime == "strong":
+        g.fill_(-20)
+    elif regime == "mixed":
+        which = torch.randint(3, shape, device=device)
+        g = g.masked_fill(which == 1, 0).masked_fill(which == 2, -20)
+    elif regime == "reset":
+        g = g.masked_fill(torch.rand(*shape, device=device) < 0.05, -1000)
+        g[:, [t for t in (0, 63) if t < shape[1]]] = -1000
+    elif regime != "model":
+        raise ValueError(f"regime must be one of {', '.join(GATES)}, got {regime!r}")
+    return g
+
+
+def inputs(
+    B: int = 1,
+    T: int = 128,
+    H: int = 2,
+    HV: int | None = None,
+    K: int = 64,
+    V: int | None = None,
+    *,
+    lengths: list[int] | None = None,
+    regime: str = "model",
+    dtype: torch.dtype = torch.bfloat16,
+    g_dtype: torch.dtype = torch.float32,
+    beta_dtype: torch.dtype = torch.float32,
+    h0_dtype: torch.dtype | None = None,
+    state_v_first: bool = False,
+    cu_dtype: torch.dtype = torch.int32,
+    normalised: bool = True,
+    device: torch.device | str = "cpu",
+) -> dict:
+    """Random arguments of :func:`flash_qla_tl.chunk_gated_delta_rule`, by keyword.
+
+    ``HV`` and ``V`` None mean ``H`` and ``K``. ``lengths`` packs sequences of these lengths and
+    replaces ``B``; ``T`` then is what they need unless it is more. ``h0_dtype`` None means no
+    initial state. Keys and queries have unit length if ``normalised``.
+    """
+    HV, V = HV or H, V or K
+    args = {}
+    N = B
+    if lengths is not None:
+        cu = torch.tensor([0, *lengths]).cumsum(0)
+        B, T, N = 1, max(T, int(cu[-1])), len(lengths)
+        args["cu_seqlens"] = cu.to(device, cu_dtype)
+    q, k = (torch.randn(B, T, H, K, device=device) for _ in range(2))
+    if normalised:
+        q, k = l2norm(q), l2norm(k)
+    args["q"], args["k"] = q.to(dtype), k.to(dtype)
+    args["v"] = torch.randn(B, T, HV, V, device=device, dtype=dtype)
+    args["g"] = gate(regime, B, T, HV, device=device).to(g_dtype)
+    args["beta"] = torch.rand(B, T, HV, device=device).to(beta_dtype)
+    if h0_dtype is not None:
+        state = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+        args["initial_state"] = torch.randn(*state, device=device).to(h0_dtype)
+    if state_v_first:
+        args["state_v_first"] = True
+    return args
+
+
+def emulated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    **activations: object,
+) -> tuple[Tensor, Tensor]:
+    """What an honest 16-bit kernel gives: the measure of the error budgets.
+
+    The chunked form with every factor of a tensor-core product rounded to the dtype of ``q`` (bf16
+    or fp16), sums, states, gates and the inverse in fp32, and ``o`` rounded at the end.
+    ``activations`` are the keywords of :func:`flash_qla_tl.reference.activate`.
+    """
+    dtype = q.dtype
+    q, k, g, beta = activate(q, k, g, beta, **activations)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    h0 = initial_state.mT if state_v_first and initial_state is not None else initial_state
+    rounded = lambda x: x.to(dtype).to(x.dtype)  # noqa: E731
+    out = chunked(q, k, v, g, beta, scale, h0, cu_seqlens, operand=rounded)
+    return out.o.to(dtype), out.ht.mT if state_v_first else out.ht
+
+
+def rel_l2(x: Tensor, reference: Tensor) -> float:
+    """``|x - reference| / |reference|`` in float64; the plain norm of x for a reference of 0."""
+    x, reference = x.double(), reference.double()
+    size = reference.norm().item()
+    return (x - reference).norm().item() / (size or 1.0)
+
+
+def budget(emulation: Tensor, reference: Tensor, cap: float = CAP) -> float:
+    """Twice the relative error of :func:`emulated`, at most ``cap``."""
+    return min(cap, 2 * rel_l2(emulation, reference))

@@ -1,0 +1,1 @@
+"""Pieces shared by the kernels of more than one operator."""

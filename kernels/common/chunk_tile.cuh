@@ -1,0 +1,372 @@
+// Pieces of a 64-token chunk that TileLang has no word for: matrix loads and stores that transpose
+// (ldmatrix, stmatrix), mma.sync on register fragments, and the 64x64 triangular inverse built on them.
+// Everything else in the kernels is TileLang. The includer defines QLA_BF16 (1: bf16, 0: fp16 operands)
+// and the QLA_* rows of the gate table (kernels/common/gates.py).
+//
+// Layouts. A fragment is the register image that wgmma and mma.sync share: in each 8x8 tile a lane holds
+// row lane / 4, columns 2 (lane % 4) and the next; a 16-row operand is {rows 0-7, rows 8-15} x {cols 0-7, cols 8-15}.
+// A 64x64 16-bit tile in shared memory has rows of 128 bytes under the 128-byte swizzle.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define QLA_DEVICE __device__ __forceinline__
+
+QLA_DEVICE unsigned qla_half2(float lo, float hi) {
+  unsigned r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
+// Two floats as two operands of the kernel's 16-bit type, and back.
+QLA_DEVICE unsigned qla_pack(float lo, float hi) {
+#if QLA_BF16
+  unsigned r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+#else
+  return qla_half2(lo, hi);
+#endif
+}
+
+QLA_DEVICE float2 qla_unpack(unsigned x) {
+#if QLA_BF16
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+#else
+  return __half22float2(*reinterpret_cast<__half2*>(&x));
+#endif
+}
+
+QLA_DEVICE float qla_exp2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// d += a b for one 16x8 tile, fp16 operands, fp32 accumulation.
+QLA_DEVICE void qla_mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d += a b for one 16x16 tile.
+QLA_DEVICE void qla_mma16(float* d, const unsigned* a, const unsigned* b) {
+  qla_mma(d, a, b[0], b[1]);
+  qla_mma(d + 4, a, b[2], b[3]);
+}
+
+QLA_DEVICE void qla_stmatrix(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+QLA_DEVICE void qla_stmatrix_t(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+QLA_DEVICE void qla_ldmatrix(unsigned p, unsigned* r) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(p)
+               : "memory");
+}
+
+QLA_DEVICE void qla_ldmatrix_t(unsigned p, unsigned* r) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(p)
+               : "memory");
+}
+
+QLA_DEVICE unsigned qla_smem(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// The thread in its warpgroup. The compiler may not see that it is the same in every iteration of a caller's loop: it would keep
+// dozens of addresses made from it, and has no registers for them.
+QLA_DEVICE int qla_thread() {
+  int t = threadIdx.x & 127;
+  asm volatile("" : "+r"(t));
+  return t;
+}
+
+// This lane's row address for an x4 matrix access to the 16x16 block (bi, bj) of a 64x64 tile.
+QLA_DEVICE unsigned qla_block(unsigned tile, int lane, int bi, int bj) {
+  int row = lane & 15, col = bj * 2 + (lane >> 4);
+  return tile + (bi * 16 + row) * 128 + ((col ^ (row & 7)) << 4);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// V-first tiles: a state warpgroup holds [64 values, 64 tokens], memory holds [64 tokens, 64 values].
+
+// w = v^T + row(QLA_NGAMMA) * ks: what the state predicts, subtracted from what came. v: this warpgroup's 64 columns.
+QLA_DEVICE void qla_residual(const float* ks, const float* tab, const void* v, void* w_) {
+  unsigned* w = (unsigned*)w_;
+  int thread = threadIdx.x & 127, l = thread & 31, t = (l & 3) * 2, col = (thread >> 5) * 2 + ((l >> 3) & 1), row = (l & 7) + (l >> 4) * 8;
+  unsigned base = qla_smem(v);
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    unsigned x[4];
+    qla_ldmatrix_t(base + (j * 16 + row) * 128 + ((col ^ (row & 7)) << 4), x);
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      float2 c = *(const float2*)(tab + QLA_NGAMMA + j * 16 + n * 8 + t);
+      float2 lo = qla_unpack(x[2 * n]), hi = qla_unpack(x[2 * n + 1]);
+      const float* s = ks + 8 * j + 4 * n;
+      w[4 * j + 2 * n] = qla_pack(fmaf(s[0], c.x, lo.x), fmaf(s[1], c.y, lo.y));
+      w[4 * j + 2 * n + 1] = qla_pack(fmaf(s[2], c.x, hi.x), fmaf(s[3], c.y, hi.y));
+    }
+  }
+}
+
+// A [64, 64] fp32 accumulator, packed; and its transpose stored as [64 tokens, 64 values].
+QLA_DEVICE void qla_pack_tile(const float* acc, unsigned* o) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) o[i] = qla_pack(acc[2 * i], acc[2 * i + 1]);
+}
+
+QLA_DEVICE void qla_store_transposed(const unsigned* o, void* tile) {
+  int thread = threadIdx.x & 127, l = thread & 31, col = (thread >> 5) * 2 + ((l >> 3) & 1), row = (l & 7) + (l >> 4) * 8;
+  unsigned base = qla_smem(tile);
+#pragma unroll
+  for (int j = 0; j < 4; j++)
+    qla_stmatrix_t(base + (j * 16 + row) * 128 + ((col ^ (row & 7)) << 4), o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The triangular inverse. A = (I + L)^-1 with L = strict_lower(beta K K^T), 64x64, by one warpgroup: warp w owns the
+// 16 rows of block row w. With D the inverses of the four 16x16 diagonal blocks and N = D L below them,
+//     A = (I + N)^-1 D = (I - N + N^2 - N^3) D          (N is block-nilpotent: N^4 = 0)
+// D is by forward substitution in fp32: it keeps keys that repeat exact, where a power series cancels. The block
+// products are three dependent mma rounds for the longest row (a round waits for the tensor cores behind wgmma).
+
+// The diagonal block of this warp's rows of a 64x64 accumulator.
+QLA_DEVICE void qla_own_block(const float* acc, int w, float* own) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    float lo = w & 1 ? acc[8 + i] : acc[i], hi = w & 1 ? acc[24 + i] : acc[16 + i];
+    own[i] = w & 2 ? hi : lo;
+  }
+}
+
+// A 16x16 accumulator as an fp16 operand, and back; the negative of an operand.
+QLA_DEVICE void qla_half2_tile(const float* z, unsigned* a) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = qla_half2(z[2 * i], z[2 * i + 1]);
+}
+
+QLA_DEVICE void qla_float_tile(const unsigned* a, float* z) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    float2 y = __half22float2(*reinterpret_cast<const __half2*>(&a[i]));
+    z[2 * i] = y.x, z[2 * i + 1] = y.y;
+  }
+}
+
+QLA_DEVICE void qla_negate(const unsigned* a, unsigned* m) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) m[i] = a[i] ^ 0x80008000u;
+}
+
+// A 16x16 accumulator (negated) to global rows of 16-bit numbers.
+template <bool NEGATE>
+QLA_DEVICE void qla_store_rows(unsigned short* out, int stride, int rows, int row, int col, const float* y) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int k = row + (i & 1) * 8;
+    float a = NEGATE ? -y[2 * i] : y[2 * i], b = NEGATE ? -y[2 * i + 1] : y[2 * i + 1];
+    if (k < rows) *(unsigned*)(out + (long long)k * stride + col + (i >> 1) * 8) = qla_pack(a, b);
+  }
+}
+
+// Own rows of L: blocks left of the diagonal as fp16 into x, the diagonal block packed row by row into diag[120].
+QLA_DEVICE void qla_store_lower(const float* kk, const float* tab, unsigned x, float* diag, int w, int l) {
+  int g = l >> 2, t = (l & 3) * 2;
+  float b0 = tab[QLA_BETA_ROW + w * 16 + g], b1 = tab[QLA_BETA_ROW + w * 16 + g + 8];
+  float own[8];
+  qla_own_block(kk, w, own);
+#pragma unroll
+  for (int j = 0; j < 3; j++) {
+    const float* y = kk + 8 * j;
+    if (j < w)
+      qla_stmatrix(qla_block(x, l, w, j), qla_half2(y[0] * b0, y[1] * b0), qla_half2(y[2] * b1, y[3] * b1),
+                   qla_half2(y[4] * b0, y[5] * b0), qla_half2(y[6] * b1, y[7] * b1));
+  }
+  float* lo = diag + g * (g - 1) / 2 + t;
+  float* hi = diag + (g + 8) * (g + 7) / 2 + t;
+  if (t < g) lo[0] = own[0] * b0, hi[8] = own[6] * b1;
+  if (t + 1 < g) lo[1] = own[1] * b0, hi[9] = own[7] * b1;
+  hi[0] = own[2] * b1;
+  hi[1] = own[3] * b1;
+}
+
+// Inverse of the 16x16 unit lower triangle packed in diag: lane c (and c + 16) solves column c; D^T as fp16 into block (w, w) of x.
+QLA_DEVICE void qla_diag_inverse(const float* diag, unsigned x, int w, int l) {
+  int c = l & 15;
+  float s[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) s[i] = i == c ? 1.f : 0.f;
+  const float4* packed = (const float4*)diag;
+#pragma unroll
+  for (int i = 1, n = 0; i < 16; i++) {
+#pragma unroll
+    for (int k = 0; k < i; k++, n++) {
+      float4 p = packed[n / 4];
+      s[i] -= (n % 4 == 0 ? p.x : n % 4 == 1 ? p.y : n % 4 == 2 ? p.z : p.w) * s[k];
+    }
+  }
+  if (l < 16) {
+    int row = w * 16 + c;
+    unsigned p = x + row * 128;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(p + (((2 * w + h) ^ (row & 7)) << 4)),
+                   "r"(qla_half2(s[8 * h], s[8 * h + 1])), "r"(qla_half2(s[8 * h + 2], s[8 * h + 3])),
+                   "r"(qla_half2(s[8 * h + 4], s[8 * h + 5])), "r"(qla_half2(s[8 * h + 6], s[8 * h + 7]))
+                   : "memory");
+  }
+}
+
+// Own rows of A from the own rows of L and the other warps' N and D; T = decay * A * beta, the lower triangle of tile; A itself to
+// a_out if given: `stride` elements between rows, `rows` of them. One code for all four warps, with branches a warp takes as one:
+// four unrolled copies overflow the instruction cache.
+QLA_DEVICE void qla_rows(const float* tab, unsigned x, unsigned tile, int bar, unsigned short* a_out, int stride, int rows) {
+  int thread = qla_thread(), w = thread >> 5, l = thread & 31, g = l >> 2, t = (l & 3) * 2, r = w * 16 + g;
+  unsigned d[4], n[3][4];
+  {
+    unsigned y[4];
+    qla_ldmatrix_t(qla_block(x, l, w, w), y);
+    d[0] = y[0], d[1] = y[2], d[2] = y[1], d[3] = y[3];
+  }
+#pragma unroll
+  for (int j = 0; j < 3; j++)
+    if (j < w) {
+      unsigned lower[4];
+      float z[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+      qla_ldmatrix_t(qla_block(x, l, w, j), lower);
+      qla_mma16(z, d, lower);
+      qla_half2_tile(z, n[j]);
+      qla_stmatrix(qla_block(x, l, w, j), n[j][0], n[j][1], n[j][2], n[j][3]);
+    }
+  asm volatile("bar.sync %0, 128;" ::"r"(bar) : "memory");
+  // n becomes N - N^2 + N^3, which is -(I + N)^-1 off the diagonal.
+  if (w > 1) {
+    unsigned n10[4], m[4];
+    float z[8], q[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    qla_ldmatrix_t(qla_block(x, l, 1, 0), n10);
+    qla_float_tile(n[0], z);
+    if (w == 3) {
+      unsigned n20[4], n21[4];
+      qla_ldmatrix_t(qla_block(x, l, 2, 1), n21);
+      qla_ldmatrix_t(qla_block(x, l, 2, 0), n20);
+      qla_mma16(q, n[2], n21);
+      qla_negate(n[2], m);
+      qla_mma16(z, m, n20);
+    }
+    qla_negate(n[1], m);
+    qla_mma16(z, m, n10);
+    if (w == 3) {
+      float n1[8];
+      qla_half2_tile(q, m);
+      qla_mma16(z, m, n10);
+      qla_float_tile(n[1], n1);
+#pragma unroll
+      for (int i = 0; i < 8; i++) n1[i] -= q[i];
+      qla_half2_tile(n1, n[1]);
+    }
+    qla_half2_tile(z, n[0]);
+  }
+  const float* columns = tab + (w == 3 ? QLA_COL3 : w == 2 ? QLA_COL2 : QLA_COL1) + t;
+  float e0 = -tab[QLA_ROW + r], e1 = -tab[QLA_ROW + r + 8];
+#pragma unroll
+  for (int j = 0; j < 3; j++)
+    if (j < w) {
+      unsigned b[4], dj[4];
+      qla_ldmatrix(qla_block(x, l, j, j), dj);
+      b[0] = dj[0], b[1] = dj[2], b[2] = dj[1], b[3] = dj[3];
+      float y[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+      qla_mma16(y, n[j], b);
+      if (a_out) qla_store_rows<true>(a_out, stride, rows, r, 16 * j + t, y);
+      const float *col = columns + 16 * j, *beta = tab + QLA_BETA + 16 * j + t;
+      float2 c0 = *(const float2*)col, c1 = *(const float2*)(col + 8), b0 = *(const float2*)beta, b1 = *(const float2*)(beta + 8);
+      c0.x *= b0.x, c0.y *= b0.y, c1.x *= b1.x, c1.y *= b1.y;
+      qla_stmatrix(qla_block(tile, l, w, j), qla_pack(y[0] * (e0 * c0.x), y[1] * (e0 * c0.y)), qla_pack(y[2] * (e1 * c0.x), y[3] * (e1 * c0.y)),
+                   qla_pack(y[4] * (e0 * c1.x), y[5] * (e0 * c1.y)), qla_pack(y[6] * (e1 * c1.x), y[7] * (e1 * c1.y)));
+    }
+  // The diagonal block: D * beta * exp2(g_row - g_col) on and below the diagonal.
+  float f[8];
+  qla_float_tile(d, f);
+  int c = w * 16 + t;
+  float g0 = tab[QLA_G + r], g1 = tab[QLA_G + r + 8];
+  float2 x0 = *(const float2*)(tab + QLA_G + c), x1 = *(const float2*)(tab + QLA_G + c + 8);
+  float2 b0 = *(const float2*)(tab + QLA_BETA + c), b1 = *(const float2*)(tab + QLA_BETA + c + 8);
+  qla_stmatrix(qla_block(tile, l, w, w),
+               qla_pack(t <= g ? f[0] * b0.x * qla_exp2(g0 - x0.x) : 0.f, t + 1 <= g ? f[1] * b0.y * qla_exp2(g0 - x0.y) : 0.f),
+               qla_pack(f[2] * b0.x * qla_exp2(g1 - x0.x), f[3] * b0.y * qla_exp2(g1 - x0.y)), 0,
+               qla_pack(t <= g ? f[6] * b1.x * qla_exp2(g1 - x1.x) : 0.f, t + 1 <= g ? f[7] * b1.y * qla_exp2(g1 - x1.y) : 0.f));
+  if (a_out) {
+    qla_store_rows<false>(a_out, stride, rows, r, c, f);
+    float zero[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    for (int j = w + 1; j < 4; j++) qla_store_rows<false>(a_out, stride, rows, r, 16 * j + t, zero);
+  }
+}
+
+// One warpgroup, in two halves between which kk is dead: kk = K K^T (64x64 accumulator) -> T = decay * A * beta, the lower
+// triangle of tile. x: fp16 scratch tile, diag: 4 x 120 floats, bar: a named barrier of the warpgroup's own. a_out (or 0): address
+// of A's first row, `stride` elements between rows, `rows` of them.
+QLA_DEVICE void qla_solve_diagonal(const float* kk, const float* tab, void* x_, float* diag, int bar) {
+  unsigned x = qla_smem(x_);
+  int thread = qla_thread(), w = thread >> 5, l = thread & 31;
+  diag += w * 120;
+  asm volatile("bar.sync %0, 128;" ::"r"(bar) : "memory");  // the last chunk's rows have been read
+  qla_store_lower(kk, tab, x, diag, w, l);
+  __syncwarp();
+  qla_diag_inverse(diag, x, w, l);
+  __syncwarp();
+}
+
+QLA_DEVICE void qla_solve_rows(const float* tab, void* x, void* tile, int bar, long long a_address, int stride, int rows) {
+  qla_rows(tab, qla_smem(x), qla_smem(tile), bar, (unsigned short*)a_address, stride, rows);
+}
+
+// kq = K Q^T (keys are rows) -> P^T = scale * decay * K Q^T for queries at or after the key. Warp w owns the 16 keys of block w, so the
+// warp with the shortest row of A has the longest row of P^T.
+QLA_DEVICE void qla_scores(const float* kq, const float* tab, void* tile_) {
+  unsigned tile = qla_smem(tile_);
+  int thread = qla_thread(), w = thread >> 5, l = thread & 31, g = l >> 2, t = (l & 3) * 2, r = w * 16 + g, c = w * 16 + t;
+  float own[8];
+  qla_own_block(kq, w, own);
+  float g0 = tab[QLA_G + r], g1 = tab[QLA_G + r + 8];
+  float2 x0 = *(const float2*)(tab + QLA_G + c), x1 = *(const float2*)(tab + QLA_G + c + 8);
+  float2 s0 = *(const float2*)(tab + QLA_SCALE + c), s1 = *(const float2*)(tab + QLA_SCALE + c + 8);
+  qla_stmatrix(qla_block(tile, l, w, w),
+               qla_pack(t >= g ? own[0] * s0.x * qla_exp2(x0.x - g0) : 0.f, t + 1 >= g ? own[1] * s0.y * qla_exp2(x0.y - g0) : 0.f), 0,
+               qla_pack(own[4] * s1.x * qla_exp2(x1.x - g0), own[5] * s1.y * qla_exp2(x1.y - g0)),
+               qla_pack(t >= g ? own[6] * s1.x * qla_exp2(x1.x - g1) : 0.f, t + 1 >= g ? own[7] * s1.y * qla_exp2(x1.y - g1) : 0.f));
+#pragma unroll
+  for (int i = 1; i < 4; i++)
+    if (i > w) {
+      const float* y = kq + 8 * i;
+      const float* col = tab + (i == 1 ? QLA_COL1 : i == 2 ? QLA_COL2 : QLA_COL3) + r;
+      float c0 = col[0], c1 = col[8];
+      const float *e = tab + QLA_ROW + 16 * i + t, *s = tab + QLA_SCALE + 16 * i + t;
+      float2 e0 = *(const float2*)e, e1 = *(const float2*)(e + 8);
+      s0 = *(const float2*)s, s1 = *(const float2*)(s + 8);
+      e0.x *= s0.x, e0.y *= s0.y, e1.x *= s1.x, e1.y *= s1.y;
+      qla_stmatrix(qla_block(tile, l, w, i), qla_pack(y[0] * (c0 * e0.x), y[1] * (c0 * e0.y)), qla_pack(y[2] * (c1 * e0.x), y[3] * (c1 * e0.y)),
+                   qla_pack(y[4] * (c0 * e1.x), y[5] * (c0 * e1.y)), qla_pack(y[6] * (c1 * e1.x), y[7] * (c1 * e1.y)));
+    }
+}
+
+// Zero the 16x16 blocks of a tile that its triangle never writes: above the diagonal (T) or below it (P^T).
+QLA_DEVICE void qla_zero_triangle(void* tile, int upper) {
+  int thread = qla_thread(), w = thread >> 5, l = thread & 31;
+  for (int j = upper ? w + 1 : 0; j < (upper ? 4 : w); j++) qla_stmatrix(qla_block(qla_smem(tile), l, w, j), 0, 0, 0, 0);
+}
+
+// The number at an address, of run-time type (0: fp32, 1: bf16, 2: fp16).
+QLA_DEVICE float qla_load(long long address, int type) {
+  if (type == 0) return *(const float*)address;
+  if (type == 1) return __bfloat162float(*(const __nv_bfloat16*)address);
+  return __half2float(*(const __half*)address);
+}

@@ -1,0 +1,97 @@
+"""The gate table: every scalar factor of one chunk, made once by one warp and read by all others.
+
+With G the in-chunk cumulative log2 decay, e(b) the G of the last token of block b (16 tokens) and r the reciprocal
+norms of the rows of k and q (1 where no L2 norm is asked for), per token of the chunk:
+
+    NGAMMA     -2^G r_k            K S   -> what the state predicts
+    QGAMMA     scale 2^G r_q       Q S   -> its part of the output
+    DECAY      2^(G_last - G)      Vn    -> what is left of it at the chunk's end
+    BETA_ROW   beta r_k^2          rows of L = beta K K^T
+    BETA       beta r_k            columns of T
+    ROW        2^(G - e(b - 1))    rows of block row b, and
+    COL1..3    2^(e(b - 1) - G)    columns before block row b: decay below the diagonal blocks, each factor at most 1
+    SCALE      scale r_q           columns of P^T
+    LAST[0]    2^G_last            the state
+
+The norm of k costs no more than this: with L, T and Vn scaled by diag(r_k) from the right sides, A becomes
+R^-1 A R, and Vn comes out as r_k Vn, which is what both of its uses want.
+"""
+
+from pathlib import Path
+
+import tilelang.language as T
+
+ROWS = {
+    "G": 0,
+    "NGAMMA": 64,
+    "QGAMMA": 128,
+    "DECAY": 192,
+    "BETA_ROW": 256,
+    "BETA": 320,
+    "ROW": 384,
+    "COL1": 448,  # 16 tokens
+    "COL2": 464,  # 32 tokens
+    "LAST": 496,
+    "COL3": 512,  # 48 tokens
+    "SCALE": 576,
+}
+TABLE = 640
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+
+def device_source(dtype: str) -> str:
+    """chunk_tile.cuh for operands of one 16-bit type, with the rows of the table."""
+    defines = {"QLA_BF16": int(dtype == "bfloat16"), **{f"QLA_{name}": at for name, at in ROWS.items()}}
+    header = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    return header + (Path(__file__).parent / "chunk_tile.cuh").read_text()
+
+
+@T.macro
+def warp_cumsum(x, lane):
+    """Inclusive sum over the lanes of a warp, in place: x[0] of each lane."""
+    for step in T.unroll(5):
+        below = T.shfl_up(x[0], 1 << step)
+        if lane >= (1 << step):
+            x[0] += below
+
+
+@T.macro
+def write_gates(table, s, g, beta, norm_k, scale_q, lane):
+    """One warp writes table[s] from g (log decay), beta, norm_k, scale_q = scale norm_q of tokens 2 lane and 2 lane + 1."""
+    total = T.alloc_local((1,), "float32")
+    G = T.alloc_local((2,), "float32")
+    before = T.alloc_local((1,), "float32")
+    pair = g[0] + g[1]
+    total[0] = pair * LOG2E
+    warp_cumsum(total, lane)
+    G[1] = total[0]
+    G[0] = total[0] - g[1] * LOG2E
+    last = T.shfl_sync(total[0], 31)
+    before[0] = 0.0
+    for b in T.unroll(1, 4):
+        end = T.shfl_sync(total[0], 8 * b - 1)
+        if lane // 8 == b:
+            before[0] = end
+        if lane < 8 * b:
+            for i in T.vectorized(2):
+                table[s, ROWS["COL1"] + (16 * (b - 1) if b < 3 else 64) + 2 * lane + i] = T.exp2(end - G[i])
+    for i in T.vectorized(2):
+        table[s, ROWS["G"] + 2 * lane + i] = G[i]
+    for i in T.vectorized(2):
+        table[s, ROWS["NGAMMA"] + 2 * lane + i] = -T.exp2(G[i]) * norm_k[i]
+    for i in T.vectorized(2):
+        table[s, ROWS["QGAMMA"] + 2 * lane + i] = T.exp2(G[i]) * scale_q[i]
+    for i in T.vectorized(2):
+        table[s, ROWS["DECAY"] + 2 * lane + i] = T.exp2(last - G[i])
+    for i in T.vectorized(2):
+        table[s, ROWS["BETA_ROW"] + 2 * lane + i] = beta[i] * norm_k[i] * norm_k[i]
+    for i in T.vectorized(2):
+        table[s, ROWS["BETA"] + 2 * lane + i] = beta[i] * norm_k[i]
+    for i in T.vectorized(2):
+        table[s, ROWS["ROW"] + 2 * lane + i] = T.exp2(G[i] - before[0])
+    for i in T.vectorized(2):
+        table[s, ROWS["SCALE"] + 2 * lane + i] = scale_q[i]
+    if lane == 0:
+        table[s, ROWS["LAST"]] = T.exp2(last)

@@ -1,0 +1,61 @@
+"""What the kernels are compiled for, and whether they take given tensors. Imports no TileLang."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+
+import torch
+
+# Spelled out, never "auto": the cache key then holds no fact of the compiling machine.
+TARGET = {"kind": "cuda", "arch": "sm_90a"}
+CHUNK = 64
+HEAD_DIMS = (64, 128)
+SMEM_CAPACITY = 232_448
+_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def dtype_name(x: torch.Tensor) -> str:
+    return _DTYPE_NAMES[x.dtype]
+
+
+@functools.lru_cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@functools.lru_cache
+def num_sms(index: int) -> int:
+    """Streaming multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why the kernels do not take these tensors, or None where they do."""
+    if q.device.type != "cuda":
+        return f"the kernels need CUDA tensors, got {q.device.type}"
+    capability = _capability(q.device.index)
+    if capability != (9, 0):
+        return f"the kernels need a GPU of compute capability 9.0 (Hopper), got {capability[0]}.{capability[1]}"
+    if q.dtype not in _DTYPE_NAMES or not q.dtype == k.dtype == v.dtype:
+        return f"the kernels need q, k, v all bfloat16 or all float16, got {q.dtype}, {k.dtype}, {v.dtype}"
+    K, V = q.shape[-1], v.shape[-1]
+    if K not in HEAD_DIMS or V not in HEAD_DIMS:
+        return f"the kernels need head dims K, V in {HEAD_DIMS}, got K={K}, V={V}"
+    return None
+
+
+@functools.lru_cache
+def require_nvcc() -> None:
+    """Raise one clear error where kernels cannot be compiled: TileLang needs CUDA's compiler."""
+    from tilelang.contrib import nvcc
+
+    try:
+        nvcc.get_nvcc_compiler()
+    except Exception as error:
+        if shutil.which("nvcc"):
+            raise
+        raise RuntimeError(
+            "compiling the Hopper kernels needs CUDA's compiler nvcc, and none was found: install a CUDA toolkit "
+            'and set CUDA_HOME, or install it as a package: pip install "flash_qla_tl[nvcc]"'
+        ) from error

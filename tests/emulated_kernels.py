@@ -1,0 +1,85 @@
+"""A stand-in for the kernels on the CPU, behind the very function that the package calls.
+
+It lets everything between the public functions and a kernel (which arguments arrive, what autograd
+saves and returns) be tested where no kernel runs.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+from flash_qla_tl.kernels.common import target
+
+from flash_qla_tl.reference import activate
+from flash_qla_tl.torch_chunked import chunked
+
+MODULE = "flash_qla_tl.kernels.gated_delta_rule.fused_fwd"
+
+
+def install(monkeypatch):
+    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(fused_fwd=fused_fwd))
+    monkeypatch.setattr(target, "refusal", refusal)
+
+
+def refusal(q, k, v):
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels need 16 bits, got {q.dtype}"
+    if not {q.shape[-1], v.shape[-1]} <= {64, 128}:
+        return f"the kernels need head dims of 64 or 128, got K={q.shape[-1]}, V={v.shape[-1]}"
+    return None
+
+
+@torch.no_grad()
+def fused_fwd(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale,
+    *,
+    h0=None,
+    cu_seqlens=None,
+    output_final_state=False,
+    state_v_first=False,
+    output_A=False,
+    output_h=False,
+    num_chunks=None,
+    use_qk_l2norm=False,
+    A_log=None,
+    dt_bias=None,
+    use_beta_sigmoid=False,
+    allow_neg_eigval=False,
+):
+    dtype = q.dtype
+    layout = (lambda x: x.mT) if state_v_first else (lambda x: x)
+    q, k, g, beta = activate(
+        q,
+        k,
+        g,
+        beta,
+        use_qk_l2norm_in_kernel=use_qk_l2norm,
+        use_gate_in_kernel=A_log is not None,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid,
+        allow_neg_eigval=allow_neg_eigval,
+    )
+    h0 = None if h0 is None else layout(h0)
+    rounded = lambda x: x.to(dtype).float()  # noqa: E731
+    out = chunked(q, k, v, g, beta, scale, h0, cu_seqlens, operand=rounded)
+    h = None
+    if output_h:
+        h = layout(out.h[out.chunks.by_sequence]).to(dtype)
+        if cu_seqlens is None:
+            h = h.unflatten(0, (q.shape[0], -(-q.shape[1] // 64)))
+        else:
+            slots = num_chunks or q.shape[1] // 64 + len(cu_seqlens) - 1
+            h = torch.cat((h, h.new_zeros(slots - len(h), *h.shape[1:])))[None]
+    return SimpleNamespace(
+        o=out.o.to(dtype),
+        ht=layout(out.ht) if output_final_state else None,
+        A=out.chunks.join(out.A).to(dtype) if output_A else None,
+        g_cumsum=out.chunks.join(out.g_cumsum) if output_A else None,
+        h=h,
+    )
