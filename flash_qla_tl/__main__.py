@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,18 +38,20 @@ def milliseconds(fn: Callable) -> float:
 
 def main() -> int:
     torch.manual_seed(0)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     args = inputs(H=2, HV=4, K=128, lengths=LENGTHS, h0_dtype=torch.float32, device=device)
     q, k, v, h0 = (args[name] for name in ("q", "k", "v", "initial_state"))
     refusal = target.refusal(q, k, v)
-    name = torch.cuda.get_device_name(device) if torch.cuda.is_available() else platform.machine()
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     print(f"flash_qla_tl {flash_qla_tl.__version__}, torch {torch.__version__}, {name}")
     if refusal is None:
         print("forward: Hopper kernels, compiled on first use; backward: torch")
     else:
         print(f"forward and backward: torch ({refusal})")
     dtype = str(q.dtype).removeprefix("torch.")
-    print(f"q, k {list(q.shape)}, v {list(v.shape)} {dtype}, packed sequences of {LENGTHS} tokens\n")
+    print(
+        f"q, k {list(q.shape)}, v {list(v.shape)} {dtype}, packed sequences of {LENGTHS} tokens\n"
+    )
 
     def with_leaves(dtype: torch.dtype | None = None) -> tuple[dict, dict]:
         leaves = {x: args[x].detach().to(dtype or args[x].dtype).requires_grad_() for x in LEAVES}
@@ -56,7 +59,7 @@ def main() -> int:
 
     weights = torch.randn_like(v), torch.randn_like(h0)
     ours_args, ours_leaves = with_leaves()
-    forward = lambda: flash_qla_tl.chunk_gated_delta_rule(**ours_args, output_final_state=True)  # noqa: E731
+    forward = partial(flash_qla_tl.chunk_gated_delta_rule, **ours_args, output_final_state=True)
     outputs = forward()
     ours = results(outputs, ours_leaves, weights)
     exact_args, exact_leaves = with_leaves(torch.float64)
@@ -73,7 +76,7 @@ def main() -> int:
             wrong.append(name)
     print(f"\n{'':14}{'ms a call':>10}")
     print(f"{'forward':14}{milliseconds(forward):10.3f}")
-    backward = lambda: results(outputs, ours_leaves, weights)  # noqa: E731
+    backward = partial(results, outputs, ours_leaves, weights)
     print(f"{'backward':14}{milliseconds(backward):10.3f}")
     if wrong:
         print(f"\nover budget: {', '.join(wrong)}")

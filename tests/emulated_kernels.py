@@ -8,8 +8,8 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from flash_qla_tl.kernels.common import target
 
+from flash_qla_tl.kernels.common import target
 from flash_qla_tl.reference import activate
 from flash_qla_tl.torch_chunked import chunked
 

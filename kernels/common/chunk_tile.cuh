@@ -57,27 +57,23 @@ QLA_DEVICE void qla_mma16(float* d, const unsigned* a, const unsigned* b) {
 }
 
 QLA_DEVICE void qla_stmatrix(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c), "r"(d));
 }
 
 QLA_DEVICE void qla_stmatrix_t(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c), "r"(d));
 }
 
 QLA_DEVICE void qla_ldmatrix(unsigned p, unsigned* r) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(p)
-               : "memory");
+               : "r"(p));
 }
 
 QLA_DEVICE void qla_ldmatrix_t(unsigned p, unsigned* r) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(p)
-               : "memory");
+               : "r"(p));
 }
 
 QLA_DEVICE unsigned qla_smem(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
@@ -155,6 +151,11 @@ QLA_DEVICE void qla_half2_tile(const float* z, unsigned* a) {
   for (int i = 0; i < 4; i++) a[i] = qla_half2(z[2 * i], z[2 * i + 1]);
 }
 
+QLA_DEVICE void qla_clear_tile(float* z) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) z[i] = 0.f;
+}
+
 QLA_DEVICE void qla_float_tile(const unsigned* a, float* z) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -179,10 +180,16 @@ QLA_DEVICE void qla_store_rows(unsigned short* out, int stride, int rows, int ro
   }
 }
 
-// Own rows of L: blocks left of the diagonal as fp16 into x, the diagonal block packed row by row into diag[120].
-QLA_DEVICE void qla_store_lower(const float* kk, const float* tab, unsigned x, float* diag, int w, int l) {
+// Where column k of the diagonal block starts in its packed form (144 floats): rows from 4 floor((k + 1) / 4) on, 16-byte aligned.
+// As an address of row 0, which may lie before the column.
+QLA_DEVICE int qla_column(int k) {
+  int q = (k + 1) >> 2;
+  return (q == 0 ? 16 * k : q == 1 ? 48 + 12 * (k - 3) : q == 2 ? 96 + 8 * (k - 7) : 128 + 4 * (k - 11)) - 4 * q;
+}
+
+// Own rows of L: blocks left of the diagonal as fp16 into x, the strict lower triangle of the diagonal block as fp32 into diag.
+QLA_DEVICE void qla_store_lower(const float* kk, float b0, float b1, unsigned x, float* diag, int w, int l) {
   int g = l >> 2, t = (l & 3) * 2;
-  float b0 = tab[QLA_BETA_ROW + w * 16 + g], b1 = tab[QLA_BETA_ROW + w * 16 + g + 8];
   float own[8];
   qla_own_block(kk, w, own);
 #pragma unroll
@@ -192,27 +199,31 @@ QLA_DEVICE void qla_store_lower(const float* kk, const float* tab, unsigned x, f
       qla_stmatrix(qla_block(x, l, w, j), qla_half2(y[0] * b0, y[1] * b0), qla_half2(y[2] * b1, y[3] * b1),
                    qla_half2(y[4] * b0, y[5] * b0), qla_half2(y[6] * b1, y[7] * b1));
   }
-  float* lo = diag + g * (g - 1) / 2 + t;
-  float* hi = diag + (g + 8) * (g + 7) / 2 + t;
-  if (t < g) lo[0] = own[0] * b0, hi[8] = own[6] * b1;
-  if (t + 1 < g) lo[1] = own[1] * b0, hi[9] = own[7] * b1;
-  hi[0] = own[2] * b1;
-  hi[1] = own[3] * b1;
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    int k = t + e;
+    float *near = diag + qla_column(k) + g, *far = diag + qla_column(k + 8) + g;
+    if (k < g) near[0] = own[e] * b0, far[8] = own[6 + e] * b1;
+    near[8] = own[2 + e] * b1;
+  }
 }
 
 // Inverse of the 16x16 unit lower triangle packed in diag: lane c (and c + 16) solves column c; D^T as fp16 into block (w, w) of x.
+// Column by column, so that the updates of a step do not wait for each other and the next column's loads run ahead.
 QLA_DEVICE void qla_diag_inverse(const float* diag, unsigned x, int w, int l) {
   int c = l & 15;
   float s[16];
 #pragma unroll
   for (int i = 0; i < 16; i++) s[i] = i == c ? 1.f : 0.f;
-  const float4* packed = (const float4*)diag;
 #pragma unroll
-  for (int i = 1, n = 0; i < 16; i++) {
+  for (int k = 0; k < 15; k++) {
 #pragma unroll
-    for (int k = 0; k < i; k++, n++) {
-      float4 p = packed[n / 4];
-      s[i] -= (n % 4 == 0 ? p.x : n % 4 == 1 ? p.y : n % 4 == 2 ? p.z : p.w) * s[k];
+    for (int q = (k + 1) / 4; q < 4; q++) {
+      float4 p = *(const float4*)(diag + qla_column(k) + 4 * q);
+      if (4 * q > k) s[4 * q] -= p.x * s[k];
+      if (4 * q + 1 > k) s[4 * q + 1] -= p.y * s[k];
+      if (4 * q + 2 > k) s[4 * q + 2] -= p.z * s[k];
+      s[4 * q + 3] -= p.w * s[k];
     }
   }
   if (l < 16) {
@@ -231,95 +242,108 @@ QLA_DEVICE void qla_diag_inverse(const float* diag, unsigned x, int w, int l) {
 // a_out if given: `stride` elements between rows, `rows` of them. One code for all four warps, with branches a warp takes as one:
 // four unrolled copies overflow the instruction cache.
 QLA_DEVICE void qla_rows(const float* tab, unsigned x, unsigned tile, int bar, unsigned short* a_out, int stride, int rows) {
-  int thread = qla_thread(), w = thread >> 5, l = thread & 31, g = l >> 2, t = (l & 3) * 2, r = w * 16 + g;
-  unsigned d[4], n[3][4];
-  {
-    unsigned y[4];
-    qla_ldmatrix_t(qla_block(x, l, w, w), y);
-    d[0] = y[0], d[1] = y[2], d[2] = y[1], d[3] = y[3];
-  }
-#pragma unroll
-  for (int j = 0; j < 3; j++)
-    if (j < w) {
-      unsigned lower[4];
-      float z[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-      qla_ldmatrix_t(qla_block(x, l, w, j), lower);
-      qla_mma16(z, d, lower);
-      qla_half2_tile(z, n[j]);
-      qla_stmatrix(qla_block(x, l, w, j), n[j][0], n[j][1], n[j][2], n[j][3]);
-    }
-  asm volatile("bar.sync %0, 128;" ::"r"(bar) : "memory");
-  // n becomes N - N^2 + N^3, which is -(I + N)^-1 off the diagonal.
-  if (w > 1) {
-    unsigned n10[4], m[4];
-    float z[8], q[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-    qla_ldmatrix_t(qla_block(x, l, 1, 0), n10);
-    qla_float_tile(n[0], z);
-    if (w == 3) {
-      unsigned n20[4], n21[4];
-      qla_ldmatrix_t(qla_block(x, l, 2, 1), n21);
-      qla_ldmatrix_t(qla_block(x, l, 2, 0), n20);
-      qla_mma16(q, n[2], n21);
-      qla_negate(n[2], m);
-      qla_mma16(z, m, n20);
-    }
-    qla_negate(n[1], m);
-    qla_mma16(z, m, n10);
-    if (w == 3) {
-      float n1[8];
-      qla_half2_tile(q, m);
-      qla_mma16(z, m, n10);
-      qla_float_tile(n[1], n1);
-#pragma unroll
-      for (int i = 0; i < 8; i++) n1[i] -= q[i];
-      qla_half2_tile(n1, n[1]);
-    }
-    qla_half2_tile(z, n[0]);
-  }
-  const float* columns = tab + (w == 3 ? QLA_COL3 : w == 2 ? QLA_COL2 : QLA_COL1) + t;
-  float e0 = -tab[QLA_ROW + r], e1 = -tab[QLA_ROW + r + 8];
-#pragma unroll
-  for (int j = 0; j < 3; j++)
-    if (j < w) {
-      unsigned b[4], dj[4];
-      qla_ldmatrix(qla_block(x, l, j, j), dj);
-      b[0] = dj[0], b[1] = dj[2], b[2] = dj[1], b[3] = dj[3];
-      float y[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-      qla_mma16(y, n[j], b);
-      if (a_out) qla_store_rows<true>(a_out, stride, rows, r, 16 * j + t, y);
-      const float *col = columns + 16 * j, *beta = tab + QLA_BETA + 16 * j + t;
-      float2 c0 = *(const float2*)col, c1 = *(const float2*)(col + 8), b0 = *(const float2*)beta, b1 = *(const float2*)(beta + 8);
-      c0.x *= b0.x, c0.y *= b0.y, c1.x *= b1.x, c1.y *= b1.y;
-      qla_stmatrix(qla_block(tile, l, w, j), qla_pack(y[0] * (e0 * c0.x), y[1] * (e0 * c0.y)), qla_pack(y[2] * (e1 * c0.x), y[3] * (e1 * c0.y)),
-                   qla_pack(y[4] * (e0 * c1.x), y[5] * (e0 * c1.y)), qla_pack(y[6] * (e1 * c1.x), y[7] * (e1 * c1.y)));
-    }
-  // The diagonal block: D * beta * exp2(g_row - g_col) on and below the diagonal.
-  float f[8];
-  qla_float_tile(d, f);
-  int c = w * 16 + t;
+  int thread = qla_thread(), w = thread >> 5, l = thread & 31, g = l >> 2, t = (l & 3) * 2, r = w * 16 + g, c = w * 16 + t;
+  unsigned d[4], n[3][4], y[4];
   float g0 = tab[QLA_G + r], g1 = tab[QLA_G + r + 8];
   float2 x0 = *(const float2*)(tab + QLA_G + c), x1 = *(const float2*)(tab + QLA_G + c + 8);
   float2 b0 = *(const float2*)(tab + QLA_BETA + c), b1 = *(const float2*)(tab + QLA_BETA + c + 8);
+  qla_ldmatrix_t(qla_block(x, l, w, w), y);
+  d[0] = y[0], d[1] = y[2], d[2] = y[1], d[3] = y[3];
+  float z[3][8];
+  if (w) {
+    // Blocks at or right of the diagonal come out as garbage that nothing uses.
+    unsigned lower[3][4];
+#pragma unroll
+    for (int j = 0; j < 3; j++) qla_ldmatrix_t(qla_block(x, l, w, j), lower[j]);
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+      qla_clear_tile(z[j]);
+      qla_mma16(z[j], d, lower[j]);
+    }
+  }
+  // Meanwhile T's diagonal block: D * beta * exp2(g_row - g_col) on and below the diagonal.
+  float f[8];
+  qla_float_tile(d, f);
   qla_stmatrix(qla_block(tile, l, w, w),
                qla_pack(t <= g ? f[0] * b0.x * qla_exp2(g0 - x0.x) : 0.f, t + 1 <= g ? f[1] * b0.y * qla_exp2(g0 - x0.y) : 0.f),
                qla_pack(f[2] * b0.x * qla_exp2(g1 - x0.x), f[3] * b0.y * qla_exp2(g1 - x0.y)), 0,
                qla_pack(t <= g ? f[6] * b1.x * qla_exp2(g1 - x1.x) : 0.f, t + 1 <= g ? f[7] * b1.y * qla_exp2(g1 - x1.y) : 0.f));
   if (a_out) {
     qla_store_rows<false>(a_out, stride, rows, r, c, f);
-    float zero[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-    for (int j = w + 1; j < 4; j++) qla_store_rows<false>(a_out, stride, rows, r, 16 * j + t, zero);
+    qla_clear_tile(f);
+    for (int j = w + 1; j < 4; j++) qla_store_rows<false>(a_out, stride, rows, r, 16 * j + t, f);
   }
+  if (w) {
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+      qla_half2_tile(z[j], n[j]);
+      if (j < w) qla_stmatrix(qla_block(x, l, w, j), n[j][0], n[j][1], n[j][2], n[j][3]);
+    }
+  }
+  asm volatile("bar.sync %0, 128;" ::"r"(bar));
+  if (w == 0) return;
+  if (w > 1) {
+    // n becomes N - N^2 + N^3, which is -(I + N)^-1 off the diagonal.
+    unsigned n10[4], n20[4], n21[4], m[4];
+    qla_ldmatrix_t(qla_block(x, l, 1, 0), n10);
+    qla_float_tile(n[0], z[0]);
+    qla_clear_tile(z[1]);
+    if (w == 3) {
+      qla_ldmatrix_t(qla_block(x, l, 2, 1), n21);
+      qla_ldmatrix_t(qla_block(x, l, 2, 0), n20);
+      qla_mma16(z[1], n[2], n21);
+      qla_negate(n[2], m);
+      qla_mma16(z[0], m, n20);
+    }
+    qla_negate(n[1], m);
+    qla_mma16(z[0], m, n10);
+    if (w == 3) {
+      qla_half2_tile(z[1], m);
+      qla_mma16(z[0], m, n10);
+      qla_float_tile(n[1], f);
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[i] -= z[1][i];
+      qla_half2_tile(f, n[1]);
+    }
+    qla_half2_tile(z[0], n[0]);
+  }
+  unsigned diag[3][4];
+#pragma unroll
+  for (int j = 0; j < 3; j++) {
+    qla_ldmatrix(qla_block(x, l, j, j), y);
+    diag[j][0] = y[0], diag[j][1] = y[2], diag[j][2] = y[1], diag[j][3] = y[3];
+  }
+#pragma unroll
+  for (int j = 0; j < 3; j++) {
+    qla_clear_tile(z[j]);
+    qla_mma16(z[j], n[j], diag[j]);
+  }
+  const float *columns = tab + (w == 3 ? QLA_COL3 : w == 2 ? QLA_COL2 : QLA_COL1) + t, *beta = tab + QLA_BETA + t;
+  float e0 = -tab[QLA_ROW + r], e1 = -tab[QLA_ROW + r + 8];
+#pragma unroll
+  for (int j = 0; j < 3; j++) {
+    float2 c0 = *(const float2*)(columns + 16 * j), c1 = *(const float2*)(columns + 16 * j + 8);
+    b0 = *(const float2*)(beta + 16 * j), b1 = *(const float2*)(beta + 16 * j + 8);
+    c0.x *= b0.x, c0.y *= b0.y, c1.x *= b1.x, c1.y *= b1.y;
+    if (a_out && j < w) qla_store_rows<true>(a_out, stride, rows, r, 16 * j + t, z[j]);
+    n[j][0] = qla_pack(z[j][0] * (e0 * c0.x), z[j][1] * (e0 * c0.y)), n[j][1] = qla_pack(z[j][2] * (e1 * c0.x), z[j][3] * (e1 * c0.y));
+    n[j][2] = qla_pack(z[j][4] * (e0 * c1.x), z[j][5] * (e0 * c1.y)), n[j][3] = qla_pack(z[j][6] * (e1 * c1.x), z[j][7] * (e1 * c1.y));
+  }
+#pragma unroll
+  for (int j = 0; j < 3; j++)
+    if (j < w) qla_stmatrix(qla_block(tile, l, w, j), n[j][0], n[j][1], n[j][2], n[j][3]);
 }
 
 // One warpgroup, in two halves between which kk is dead: kk = K K^T (64x64 accumulator) -> T = decay * A * beta, the lower
-// triangle of tile. x: fp16 scratch tile, diag: 4 x 120 floats, bar: a named barrier of the warpgroup's own. a_out (or 0): address
+// triangle of tile. x: fp16 scratch tile, diag: 4 x 144 floats, bar: a named barrier of the warpgroup's own. a_out (or 0): address
 // of A's first row, `stride` elements between rows, `rows` of them.
 QLA_DEVICE void qla_solve_diagonal(const float* kk, const float* tab, void* x_, float* diag, int bar) {
   unsigned x = qla_smem(x_);
   int thread = qla_thread(), w = thread >> 5, l = thread & 31;
-  diag += w * 120;
+  float b0 = tab[QLA_BETA_ROW + w * 16 + (l >> 2)], b1 = tab[QLA_BETA_ROW + w * 16 + (l >> 2) + 8];
+  diag += w * 144;
   asm volatile("bar.sync %0, 128;" ::"r"(bar) : "memory");  // the last chunk's rows have been read
-  qla_store_lower(kk, tab, x, diag, w, l);
+  qla_store_lower(kk, b0, b1, x, diag, w, l);
   __syncwarp();
   qla_diag_inverse(diag, x, w, l);
   __syncwarp();
@@ -334,11 +358,11 @@ QLA_DEVICE void qla_solve_rows(const float* tab, void* x, void* tile, int bar, l
 QLA_DEVICE void qla_scores(const float* kq, const float* tab, void* tile_) {
   unsigned tile = qla_smem(tile_);
   int thread = qla_thread(), w = thread >> 5, l = thread & 31, g = l >> 2, t = (l & 3) * 2, r = w * 16 + g, c = w * 16 + t;
-  float own[8];
-  qla_own_block(kq, w, own);
   float g0 = tab[QLA_G + r], g1 = tab[QLA_G + r + 8];
   float2 x0 = *(const float2*)(tab + QLA_G + c), x1 = *(const float2*)(tab + QLA_G + c + 8);
   float2 s0 = *(const float2*)(tab + QLA_SCALE + c), s1 = *(const float2*)(tab + QLA_SCALE + c + 8);
+  float own[8];
+  qla_own_block(kq, w, own);
   qla_stmatrix(qla_block(tile, l, w, w),
                qla_pack(t >= g ? own[0] * s0.x * qla_exp2(x0.x - g0) : 0.f, t + 1 >= g ? own[1] * s0.y * qla_exp2(x0.y - g0) : 0.f), 0,
                qla_pack(own[4] * s1.x * qla_exp2(x1.x - g0), own[5] * s1.y * qla_exp2(x1.y - g0)),
@@ -346,13 +370,11 @@ QLA_DEVICE void qla_scores(const float* kq, const float* tab, void* tile_) {
 #pragma unroll
   for (int i = 1; i < 4; i++)
     if (i > w) {
-      const float* y = kq + 8 * i;
-      const float* col = tab + (i == 1 ? QLA_COL1 : i == 2 ? QLA_COL2 : QLA_COL3) + r;
-      float c0 = col[0], c1 = col[8];
+      const float *y = kq + 8 * i, *col = tab + (i == 1 ? QLA_COL1 : i == 2 ? QLA_COL2 : QLA_COL3) + r;
       const float *e = tab + QLA_ROW + 16 * i + t, *s = tab + QLA_SCALE + 16 * i + t;
-      float2 e0 = *(const float2*)e, e1 = *(const float2*)(e + 8);
-      s0 = *(const float2*)s, s1 = *(const float2*)(s + 8);
-      e0.x *= s0.x, e0.y *= s0.y, e1.x *= s1.x, e1.y *= s1.y;
+      float c0 = col[0], c1 = col[8];
+      float2 e0 = *(const float2*)e, e1 = *(const float2*)(e + 8), f0 = *(const float2*)s, f1 = *(const float2*)(s + 8);
+      e0.x *= f0.x, e0.y *= f0.y, e1.x *= f1.x, e1.y *= f1.y;
       qla_stmatrix(qla_block(tile, l, w, i), qla_pack(y[0] * (c0 * e0.x), y[1] * (c0 * e0.y)), qla_pack(y[2] * (c1 * e0.x), y[3] * (c1 * e0.y)),
                    qla_pack(y[4] * (c0 * e1.x), y[5] * (c0 * e1.y)), qla_pack(y[6] * (c1 * e1.x), y[7] * (c1 * e1.y)));
     }

@@ -1,0 +1,225 @@
+"""The gated delta rule against the floor and against other packages, in one run.
+
+    python benchmark/bench_gated_delta_rule.py --mode fwd --out benchmark/results/h200.jsonl
+
+Each implementation passes the correctness gate before it is timed. Exits with 1 if ours is wrong,
+or slower than recorded by more than 5%. Without a GPU, ``--set smoke`` tries the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import report
+import shapes
+import torch
+from torch import Tensor
+
+from flash_qla_tl import (
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+)
+from flash_qla_tl.testing import inputs
+
+GRADIENTS = ("dq", "dk", "dv", "db", "dg", "dh0")
+OUTPUTS = {"fwd": ("o", "ht"), "bwd": GRADIENTS}
+# The largest relative error of a result that is timed.
+LIMITS = {"fwd": 0.008, "bwd": 0.02}
+
+# FLA as itself, without the other packages that it hands calls to where they are installed.
+os.environ |= {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "0"}
+
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+def arguments(shape: shapes.Shape, mode: str, device: str) -> dict:
+    """What an implementation is given; those of the backward include do and dht."""
+    lengths = list(shape.seqlens)
+    size = {"lengths": lengths} if shape.packed else {"B": len(lengths), "T": lengths[0]}
+    heads = {"H": shape.H, "HV": shape.HV, "K": shape.K, "V": shape.V}
+    args = inputs(**size, **heads, h0_dtype=torch.float32, device=device)
+    args.setdefault("cu_seqlens", None)
+    if mode == "bwd":
+        args["do"] = torch.randn_like(args["v"])
+        args["dht"] = torch.randn_like(args["initial_state"])
+    return args
+
+
+# Each of these takes the arguments, does what need not be timed, and returns what is.
+
+
+def ours_fwd(x: dict) -> Call:
+    return lambda: chunk_gated_delta_rule(**x, output_final_state=True)
+
+
+def ours_bwd(x: dict) -> Call:
+    x = dict(x)
+    do, dht = x.pop("do"), x.pop("dht")
+    fwd = chunk_gated_delta_rule_fwd(**x)
+    x |= {"g": fwd.g_cumsum, "A": fwd.A, "do": do, "dht": dht}
+    return lambda: chunk_gated_delta_rule_bwd(**x)
+
+
+def fla_fwd(x: dict) -> Call:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return lambda: chunk_gated_delta_rule(**x, output_final_state=True)
+
+
+def fla_bwd(x: dict) -> Call:
+    from fla.ops.gated_delta_rule import chunk
+
+    x = {**x, "scale": x["q"].shape[-1] ** -0.5}
+    do, dht = x.pop("do"), x.pop("dht")
+    g, _, A, *_ = chunk.chunk_gated_delta_rule_fwd(**x, output_final_state=True)
+    x |= {"g": g, "A": A, "do": do, "dht": dht}
+    return lambda: chunk.chunk_gated_delta_rule_bwd(**x)[: len(GRADIENTS)]
+
+
+def flash_qla_fwd(x: dict) -> Call:
+    import flash_qla
+
+    return lambda: flash_qla.chunk_gated_delta_rule(**x, output_final_state=True)
+
+
+def flash_qla_bwd(x: dict) -> Call:
+    import flash_qla
+
+    x = dict(x)
+    do, dht = x.pop("do"), x.pop("dht")
+    g, A, *_, cache = flash_qla.chunk_gated_delta_rule_fwd(**x, enable_fwd_cp_cache=True)
+    x |= {"g": g, "A": A, "do": do, "dht": dht, "cp_cache": cache}
+    return lambda: flash_qla.chunk_gated_delta_rule_bwd(**x)
+
+
+def flashinfer_fwd(x: dict) -> Call:
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    # Its g is the decay itself, its states are [V, K], and everything is packed.
+    B, T = x["q"].shape[:2]
+    cu_seqlens = x["cu_seqlens"]
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(B + 1, device=x["q"].device) * T
+    q, k, v, g, beta = (x[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta"))
+    h0 = x["initial_state"].mT.contiguous()
+    args = {"q": q, "k": k, "v": v, "g": g.exp(), "beta": beta, "initial_state": h0}
+    args |= {"cu_seqlens": cu_seqlens.long(), "output_final_state": True}
+
+    def call() -> tuple[Tensor, Tensor]:
+        o, ht = chunk_gated_delta_rule(**args, output_state=torch.empty_like(h0))
+        return o.unflatten(0, (B, T)), ht.mT
+
+    return call
+
+
+IMPLEMENTATIONS = {
+    "fwd": {
+        report.OURS: ours_fwd,
+        "fla": fla_fwd,
+        "flash_qla": flash_qla_fwd,
+        "flashinfer": flashinfer_fwd,
+    },
+    "bwd": {report.OURS: ours_bwd, "fla": fla_bwd, "flash_qla": flash_qla_bwd},
+}
+
+
+def available(mode: str, device: str, skip_flashinfer: bool) -> dict[str, Callable]:
+    """Ours and the peers that import here; says which do not."""
+    found = {}
+    for name, prepare in IMPLEMENTATIONS[mode].items():
+        if name == "flashinfer" and skip_flashinfer:
+            continue
+        if name != report.OURS:
+            try:
+                if device == "cpu":
+                    raise ImportError("it needs a GPU")
+                importlib.import_module(name)
+            except Exception as error:  # what an import without its needs raises is its own affair
+                print(f"{name} is not measured: {error}")
+                continue
+        found[name] = prepare
+    return found
+
+
+def exact(x: dict, mode: str) -> dict[str, Tensor]:
+    """The results in float64, by the torch path, which the tests hold against the recurrence."""
+    x = {
+        name: tensor.double() if torch.is_tensor(tensor) and tensor.is_floating_point() else tensor
+        for name, tensor in x.items()
+    }
+    if mode == "bwd":
+        return dict(zip(GRADIENTS, ours_bwd(x)(), strict=True))
+    o, ht = chunk_gated_delta_rule(**x, output_final_state=True, backend="torch")
+    return {"o": o, "ht": ht}
+
+
+def measure(shape: shapes.Shape, mode: str, device: str, implementations: dict) -> tuple:
+    """Times and errors by implementation; one that fails is left out, and said why."""
+    torch.manual_seed(0)
+    args = arguments(shape, mode, device)
+    truth = exact(args, mode)
+    sets = report.cold_copies(args, device)
+    ms, errors = {}, {}
+    for name, prepare in implementations.items():
+        try:
+            calls = [prepare(x) for x in sets]
+            with report.poisoned():
+                outputs = calls[0]()
+            found = report.gate(dict(zip(OUTPUTS[mode], outputs, strict=True)), truth, LIMITS[mode])
+            del outputs
+            errors[name] = max(found.values())
+            # The torch path, which computes our backward, waits for the device: no graph.
+            graph = (mode, name) != ("bwd", report.OURS)
+            ms[name] = report.median_ms(calls, device, graph)
+        except Exception as error:  # a peer's failure must not cost the others their row
+            print(f"{shape}: {name} is not timed: {type(error).__name__}: {error}", flush=True)
+    return ms, errors
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mode", choices=("fwd", "bwd"), default="fwd")
+    parser.add_argument("--set", choices=shapes.SETS, help="default: prefill, or training with bwd")
+    parser.add_argument("--num-heads", type=int, default=32, help="HV where a set names no heads")
+    parser.add_argument("--rows", type=int, nargs="+", help="only these rows of the set, from 0")
+    parser.add_argument("--skip-fi", action="store_true", help="do not measure FlashInfer")
+    parser.add_argument("--out", type=Path, help="a JSONL file to append the rows to")
+    parser.add_argument("--plot", type=Path, help="a PNG to write, which needs matplotlib")
+    parser.add_argument("--commit", help="to record, where there is no git to ask")
+    options = parser.parse_args()
+
+    mode = options.mode
+    workloads = shapes.shapes(
+        options.set or {"fwd": "prefill", "bwd": "training"}[mode], options.num_heads
+    )
+    if options.rows is not None:
+        workloads = [workloads[i] for i in options.rows]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    implementations = available(mode, device, options.skip_fi)
+
+    rows = []
+    for shape in workloads:
+        ms, errors = measure(shape, mode, device, implementations)
+        rows.append(report.make_row(shape, mode, ms, errors, options.commit))
+        print(shape, rows[-1]["ms"], rows[-1]["error"], flush=True)
+    regressed = report.regressions(rows, report.read(report.results_file(rows[0]["gpu"])))
+    if options.out:
+        report.append(options.out, rows)
+    rows = report.with_recorded_peers(rows)
+    print(f"\n{report.table(rows)}")
+    if options.plot:
+        report.plot(rows, options.plot)
+    for line in regressed:
+        print(f"regressed: {line}")
+    complete = all(report.OURS in row["ms"] for row in rows)
+    return int(bool(regressed) or not complete)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

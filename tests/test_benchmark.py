@@ -1,0 +1,173 @@
+"""The benchmark where it needs no GPU: workloads, floors, rows, tables, regressions, a smoke run."""
+
+import json
+import sys
+
+import bench_gated_delta_rule as bench
+import pytest
+import report
+import torch
+from shapes import PREFILL, SETS, TRAINING, Shape, random_lengths, shapes
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_sets_hold_valid_shapes(name):
+    for shape in shapes(name, num_heads=8):
+        assert shape.HV % shape.H == 0 and min(shape.seqlens) > 0
+        assert shape.packed or len(set(shape.seqlens)) == 1
+    assert len(set(map(str, shapes(name)))) == len(shapes(name))
+
+
+def test_unknown_set():
+    with pytest.raises(ValueError, match="set must be one of prefill, .* got 'nosuch'"):
+        shapes("nosuch")
+
+
+def test_num_heads_is_for_sets_that_name_none():
+    assert {(s.H, s.HV) for s in shapes("profile", 12)} == {(6, 12)}
+    assert shapes("develop", 12) == shapes("develop", 32)
+
+
+def test_served_packings_are_whole():
+    assert {shape.tokens for shape in shapes("product")} == {16384}
+
+
+def test_random_lengths():
+    lengths = random_lengths(1000, 7)
+    assert len(lengths) == 7 and sum(lengths) == 1000 and min(lengths) > 0
+    assert lengths == random_lengths(1000, 7)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "floor"),
+    [
+        (Shape((32768,), 16, 64), "fwd", 32768 * 10.49e6 / 790e9),  # products
+        (Shape((8192,), 16, 32), "bwd", 4096 * 31.5e6 / 790e9),
+        # Chunks are whole: 63 sequences of one token multiply as much as 63 chunks.
+        (Shape((1,) * 1000, 12, 12), "fwd", None),
+        (Shape((64,) * 1000, 12, 12, packed=False), "fwd", None),
+    ],
+)
+def test_floor(shape, mode, floor):
+    if floor is None:
+        # Short sequences: the states' traffic, 2 x 64 KB a head, is most of it.
+        states = 2 * len(shape.seqlens) * shape.HV * 65536 / 4.25e9
+        assert states < shape.floor_ms(mode) < 1.6 * states
+    else:
+        assert shape.floor_ms(mode) == pytest.approx(floor, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        (Shape((32768,), 2, 8), "1x32768 (2,8)"),
+        (Shape((28672, 4096), 16, 64), "1x28672+1x4096 (16,64)"),
+        (Shape((96, 96), 1, 1, packed=False), "2x96 (1,1) dense"),
+        (Shape((1, 2, 3, 4), 1, 1), "4 of 10 (1,1)"),
+    ],
+)
+def test_shapes_have_names(shape, name):
+    assert str(shape) == name
+
+
+def row(shape=PREFILL[0], mode="fwd", gpu="NVIDIA H200", **ms):
+    return {**report.make_row(shape, mode, ms, {name: 0.003 for name in ms}, "abc1234"), "gpu": gpu}
+
+
+def test_rows_survive_a_file(tmp_path):
+    path = tmp_path / "results" / "h200.jsonl"
+    report.append(path, [row(ours=1.0), row(PREFILL[1], ours=0.3)])
+    report.append(path, [row(ours=0.9, fla=3.0)])
+    rows = report.read(path)
+    assert [r["ms"] for r in rows] == [{"ours": 0.9, "fla": 3.0}, {"ours": 0.3}]
+    assert report.shape_of(rows[0]) == PREFILL[0]
+    assert rows[0]["commit"] == "abc1234" and rows[0]["versions"]["torch"]
+    assert report.read(tmp_path / "none.jsonl") == []
+
+
+def test_regressions_are_of_the_same_gpu_mode_and_shape():
+    recorded = [row(ours=1.0), row(mode="bwd", ours=3.0), row(gpu="NVIDIA H100", ours=2.0)]
+    assert report.regressions([row(ours=1.049)], recorded) == []
+    assert report.regressions([row(PREFILL[1], ours=9.0)], recorded) == []
+    assert report.regressions([row(gpu="NVIDIA H100", ours=2.05)], recorded) == []
+    assert report.regressions([row(mode="bwd", ours=3.2), row(ours=1.06)], recorded) == [
+        "bwd 1x32768 (16,64): 3.2000 ms, recorded 3.0000 ms",
+        "fwd 1x32768 (16,64): 1.0600 ms, recorded 1.0000 ms",
+    ]
+
+
+def test_recorded_peers_cover_the_recorded_workloads():
+    rows = [row(shape, "fwd", ours=1.0) for shape in PREFILL]
+    rows += [row(shape, "bwd", ours=1.0) for shape in TRAINING]
+    for found in report.with_recorded_peers(rows):
+        assert "flash_qla_0_1_3" in found["recorded_ms"]
+    assert report.with_recorded_peers([row(gpu="cpu", ours=1.0)])[0]["recorded_ms"] == {}
+
+
+def test_table():
+    rows = report.with_recorded_peers([row(ours=0.5, fla=2.0), row(Shape((64,), 1, 1), fla=0.1)])
+    lines = report.table(rows).splitlines()
+    header, first, second = (line.split() for line in lines[:3])
+    assert header[:6] == ["ms", "floor", "ours", "x", "floor", "fla"]
+    assert first[:6] == ["1x32768", "(16,64)", "0.435", "0.5000", "1.15", "2.0000"]
+    assert first[-1] == "2.74"  # the best is flashinfer_0_6_18's 1.3702
+    assert second[:5] == ["1x64", "(1,1)", "0.000", "-", "-"]
+    assert lines[-1] == "geometric mean of best/ours: 2.740"
+    # Columns of numbers end where their names end.
+    assert lines[0].index("ours") + len("ours") == lines[1].index("0.5000") + len("0.5000")
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plots" / "fwd.png"
+    rows = [row(ours=0.5, fla=2.0), row(PREFILL[5], ours=0.05)]
+    report.plot(report.with_recorded_peers(rows), path)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_gate():
+    exact = {"o": torch.ones(4), "ht": torch.ones(4)}
+    close = {"o": exact["o"] * 1.001, "ht": exact["ht"]}
+    assert report.gate(close, exact, 0.008)["o"] == pytest.approx(0.001, rel=1e-3)
+    for wrong in (1.01, torch.nan):
+        with pytest.raises(ArithmeticError, match="^ht is off by"):
+            report.gate({**close, "ht": exact["ht"] * wrong}, exact, 0.008)
+
+
+def test_poison():
+    with report.poisoned():
+        assert torch.empty(3).isnan().all() and torch.ones(2).new_empty(3).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_gate_comes_before_the_time():
+    """A wrong implementation has an error message and no time; the others keep theirs."""
+
+    def unwritten(x):
+        return lambda: (torch.empty_like(x["v"]), torch.empty_like(x["initial_state"]))
+
+    def raises(x):
+        raise RuntimeError("no such kernel")
+
+    implementations = {"unwritten": unwritten, "raises": raises, "ours": bench.ours_fwd}
+    ms, errors = bench.measure(shapes("smoke")[0], "fwd", "cpu", implementations)
+    assert list(ms) == ["ours"] and list(errors) == ["ours"] and ms["ours"] > 0
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_smoke(mode, tmp_path, monkeypatch, capsys):
+    """The script itself, on the CPU; a row that was recorded as faster makes it fail."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    out = tmp_path / "cpu.jsonl"
+    monkeypatch.setattr(sys, "argv", ["", "--mode", mode, "--set", "smoke", "--out", str(out)])
+    assert bench.main() == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["mode"] for r in rows] == [mode] * 2
+    for r in rows:
+        assert r["ms"]["ours"] > 0 and 0 < r["error"]["ours"] < bench.LIMITS[mode]
+
+    report.append(out, [{**r, "ms": {"ours": 1e-6}} for r in rows])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--rows", "1"])
+    assert bench.main() == 1
+    assert "regressed: " + mode + " 2x96 (1,1) dense" in capsys.readouterr().out
