@@ -8,13 +8,8 @@ import zipfile
 def expected() -> set[str]:
     """The files of the two source folders, under the names they install as."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listing = subprocess.run(
-        [*command, "flash_qla_tl", "kernels"], check=True, capture_output=True, text=True
-    )
-    return {
-        f"flash_qla_tl/{name}" if name.startswith("kernels/") else name
-        for name in listing.stdout.splitlines()
-    }
+    listing = subprocess.run([*command, "flash_qla_tl", "kernels"], check=True, capture_output=True, text=True)
+    return {f"flash_qla_tl/{name}" if name.startswith("kernels/") else name for name in listing.stdout.splitlines()}
 
 
 def main() -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,31 +19,19 @@ import shapes
 import torch
 from torch import Tensor
 
-from flash_qla_tl import (
-    chunk_gated_delta_rule,
-    chunk_gated_delta_rule_bwd,
-    chunk_gated_delta_rule_fwd,
-)
-from flash_qla_tl.testing import inputs
+from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
 GRADIENTS = ("dq", "dk", "dv", "db", "dg", "dh0")
 OUTPUTS = {"fwd": ("o", "ht"), "bwd": GRADIENTS}
 # The largest relative error of a result that is timed.
 LIMITS = {"fwd": 0.008, "bwd": 0.02}
 
-# FLA as itself, without the other packages that it hands calls to where they are installed.
-os.environ |= {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "0"}
-
 Call = Callable[[], tuple[Tensor, ...]]
 
 
 def arguments(shape: shapes.Shape, mode: str, device: str) -> dict:
     """What an implementation is given; those of the backward include do and dht."""
-    lengths = list(shape.seqlens)
-    size = {"lengths": lengths} if shape.packed else {"B": len(lengths), "T": lengths[0]}
-    heads = {"H": shape.H, "HV": shape.HV, "K": shape.K, "V": shape.V}
-    args = inputs(**size, **heads, h0_dtype=torch.float32, device=device)
-    args.setdefault("cu_seqlens", None)
+    args = {"cu_seqlens": None, **shape.inputs(device)}
     if mode == "bwd":
         args["do"] = torch.randn_like(args["v"])
         args["dht"] = torch.randn_like(args["initial_state"])
@@ -91,7 +78,7 @@ def flash_qla_fwd(x: dict) -> Call:
 def flash_qla_bwd(x: dict) -> Call:
     import flash_qla
 
-    x = dict(x)
+    x = {**x, "scale": x["q"].shape[-1] ** -0.5}
     do, dht = x.pop("do"), x.pop("dht")
     g, A, *_, cache = flash_qla.chunk_gated_delta_rule_fwd(**x, enable_fwd_cp_cache=True)
     x |= {"g": g, "A": A, "do": do, "dht": dht, "cp_cache": cache}
@@ -119,12 +106,7 @@ def flashinfer_fwd(x: dict) -> Call:
 
 
 IMPLEMENTATIONS = {
-    "fwd": {
-        report.OURS: ours_fwd,
-        "fla": fla_fwd,
-        "flash_qla": flash_qla_fwd,
-        "flashinfer": flashinfer_fwd,
-    },
+    "fwd": {report.OURS: ours_fwd, "fla": fla_fwd, "flash_qla": flash_qla_fwd, "flashinfer": flashinfer_fwd},
     "bwd": {report.OURS: ours_bwd, "fla": fla_bwd, "flash_qla": flash_qla_bwd},
 }
 
@@ -195,9 +177,7 @@ def main() -> int:
     options = parser.parse_args()
 
     mode = options.mode
-    workloads = shapes.shapes(
-        options.set or {"fwd": "prefill", "bwd": "training"}[mode], options.num_heads
-    )
+    workloads = shapes.shapes(options.set or {"fwd": "prefill", "bwd": "training"}[mode], options.num_heads)
     if options.rows is not None:
         workloads = [workloads[i] for i in options.rows]
     device = "cuda" if torch.cuda.is_available() else "cpu"

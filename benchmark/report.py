@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import time
@@ -22,6 +23,9 @@ from shapes import Shape
 from torch import Tensor
 
 from flash_qla_tl.testing import rel_l2
+
+# FLA as itself, without the other packages that it hands calls to where they are installed.
+os.environ |= {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "0"}
 
 OURS = "ours"
 RESULTS = Path(__file__).parent / "results"
@@ -50,9 +54,7 @@ def gate(outputs: dict[str, Tensor], exact: dict[str, Tensor], limit: float) -> 
     errors = {name: rel_l2(x, exact[name]) for name, x in outputs.items()}
     wrong = {name: error for name, error in errors.items() if not error <= limit}
     if wrong:
-        raise ArithmeticError(
-            ", ".join(f"{name} is off by {error:.2e}" for name, error in wrong.items())
-        )
+        raise ArithmeticError(", ".join(f"{name} is off by {error:.2e}" for name, error in wrong.items()))
     return errors
 
 
@@ -113,11 +115,7 @@ def _median_on_cpu(calls: list[Callable]) -> float:
 
 
 def make_row(
-    shape: Shape,
-    mode: str,
-    ms: dict[str, float],
-    errors: dict[str, float],
-    commit: str | None = None,
+    shape: Shape, mode: str, ms: dict[str, float], errors: dict[str, float], commit: str | None = None
 ) -> dict:
     """One line of a results file: what was measured, and everything needed to measure it again."""
     versions = {}
@@ -229,10 +227,7 @@ def table(rows: list[dict]) -> str:
             cells.append("-")
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
-        for line in lines
-    ]
+    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
     if any(name.endswith("*") for name in names):
         text.append("* measured earlier, see benchmark/results")
     if ratios:
@@ -262,6 +257,8 @@ def plot(rows: list[dict], path: Path) -> None:
         )
     axes.set(xscale="log", yscale="log", xlabel="floor, ms", ylabel="ms a call")
     axes.set_title(f"gated delta rule, {rows[0]['mode']}, {rows[0]['gpu']}")
+    # Labels at powers of ten; those between them would overlap.
+    axes.xaxis.set_minor_formatter("")
     axes.grid(which="both", alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

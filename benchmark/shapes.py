@@ -6,6 +6,10 @@ import random
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
+import torch
+
+from flash_qla_tl import testing
+
 CHUNK = 64
 # What an H200 was seen to do: read + write of a large copy, and a dense bf16 product.
 BYTES_PER_MS = 4.25e9
@@ -38,6 +42,13 @@ class Shape:
         else:
             lengths = "+".join(f"{n}x{length}" for length, n in runs)
         return f"{lengths} ({self.H},{self.HV}){'' if self.packed else ' dense'}"
+
+    def inputs(self, device: str) -> dict:
+        """Random arguments of the operator by keyword, with an initial state, and bf16 q, k, v."""
+        lengths = list(self.seqlens)
+        size = {"lengths": lengths} if self.packed else {"B": len(lengths), "T": lengths[0]}
+        heads = {"H": self.H, "HV": self.HV, "K": self.K, "V": self.V}
+        return testing.inputs(**size, **heads, h0_dtype=torch.float32, device=device)
 
     def floor_ms(self, mode: str) -> float:
         """The larger of the compulsory traffic and the products, in milliseconds on an H200.
@@ -80,15 +91,7 @@ PREFILL = _of(
         ([4096] * 8, 2, 8),
     ]
 )
-TRAINING = _of(
-    [
-        ([8192], 16, 32),
-        ([32768], 16, 32),
-        ([1024] * 8, 16, 32),
-        ([8192], 8, 16),
-        ([8192], 16, 64),
-    ]
-)
+TRAINING = _of([([8192], 16, 32), ([32768], 16, 32), ([1024] * 8, 16, 32), ([8192], 8, 16), ([8192], 16, 64)])
 # Enough for every line of a script, on a CPU.
 SMOKE = _of([([130, 70], 2, 4)]) + [Shape((96, 96), 1, 1, packed=False)]
 

@@ -9,11 +9,7 @@ __version__ = "0.1.0"
 if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
-from flash_qla_tl.gated_delta_rule import (
-    chunk_gated_delta_rule,
-    chunk_gated_delta_rule_bwd,
-    chunk_gated_delta_rule_fwd,
-)
+from flash_qla_tl.gated_delta_rule import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
 __all__ = [
     "__version__",

@@ -49,9 +49,7 @@ def main() -> int:
     else:
         print(f"forward and backward: torch ({refusal})")
     dtype = str(q.dtype).removeprefix("torch.")
-    print(
-        f"q, k {list(q.shape)}, v {list(v.shape)} {dtype}, packed sequences of {LENGTHS} tokens\n"
-    )
+    print(f"q, k {list(q.shape)}, v {list(v.shape)} {dtype}, packed sequences of {LENGTHS} tokens\n")
 
     def with_leaves(dtype: torch.dtype | None = None) -> tuple[dict, dict]:
         leaves = {x: args[x].detach().to(dtype or args[x].dtype).requires_grad_() for x in LEAVES}

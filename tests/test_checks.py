@@ -4,11 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_qla_tl import (
-    chunk_gated_delta_rule,
-    chunk_gated_delta_rule_bwd,
-    chunk_gated_delta_rule_fwd,
-)
+from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 from flash_qla_tl.testing import inputs
 
 B, T, H, HV, K, V = 2, 8, 2, 4, 16, 8

@@ -40,31 +40,11 @@ def compile_report(func, tmp_path):
     source = tmp_path / "kernel.cu"
     source.write_text(artifact.kernel_source)
     includes = [f"-I{path}" for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR)]
-    options = [
-        "-std=c++17",
-        "--use_fast_math",
-        "-gencode=arch=compute_90a,code=sm_90a",
-        "-cubin",
-        "-w",
-    ]
-    command = [
-        nvcc(),
-        *options,
-        *includes,
-        "-Xptxas",
-        "-v",
-        "-o",
-        str(tmp_path / "kernel.cubin"),
-        str(source),
-    ]
+    options = ["-std=c++17", "--use_fast_math", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-w"]
+    command = [nvcc(), *options, *includes, "-Xptxas", "-v", "-o", str(tmp_path / "kernel.cubin"), str(source)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    dynamic = [
-        int(x)
-        for x in re.findall(
-            r'call_packed\("\w+_kernel", .*, (\d+)\)$', str(artifact.host_mod), re.M
-        )
-    ]
+    dynamic = [int(x) for x in re.findall(r'call_packed\("\w+_kernel", .*, (\d+)\)$', str(artifact.host_mod), re.M)]
     return artifact.kernel_source, result.stderr, dynamic[0] if dynamic else 0
 
 

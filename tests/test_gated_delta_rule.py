@@ -22,16 +22,7 @@ from flash_qla_tl import (
     chunk_gated_delta_rule_fwd,
     gated_delta_rule,
 )
-from flash_qla_tl.testing import (
-    CAP,
-    CAP_NEG_EIGVAL,
-    GATES,
-    budget,
-    emulated,
-    gate,
-    inputs,
-    rel_l2,
-)
+from flash_qla_tl.testing import CAP, CAP_NEG_EIGVAL, GATES, budget, emulated, gate, inputs, rel_l2
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -158,6 +149,13 @@ def test_lengths_packed(device, regime):
 @pytest.mark.parametrize("T", TAILS)
 def test_lengths_dense(device, T):
     check(inputs(2, T, 1, 2, h0_dtype=FP32, device=device))
+
+
+def test_ragged_behind_full_chunks(device):
+    """A kernel keeps three chunks in flight: a last chunk in every place of that ring, once round and again."""
+    chunks = range(2, 9) if device == "cuda" else (3,)
+    lengths = [64 * n + tail for n in chunks for tail in (1, 40)]
+    check(inputs(H=1, HV=2, K=128, lengths=lengths, h0_dtype=FP32, device=device))
 
 
 @pytest.mark.parametrize("tail", [17, 33, 49, 63, 64 + 17, 64 + 33])

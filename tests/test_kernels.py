@@ -22,13 +22,10 @@ def test_prepare(B, num_tokens, H, HV, K, dtype):
 
     q, k = (torch.randn(B, num_tokens, H, K, device="cuda").to(dtype) for _ in range(2))
     raw_g, raw_beta = (
-        torch.randn(B, HV, num_tokens, device="cuda").to(x).transpose(1, 2)
-        for x in (dtype, torch.float32)
+        torch.randn(B, HV, num_tokens, device="cuda").to(x).transpose(1, 2) for x in (dtype, torch.float32)
     )
     A_log, dt_bias = torch.randn(HV, device="cuda"), torch.randn(HV, device="cuda")
-    g, beta, q_norms, k_norms = prepare(
-        q, k, raw_g, raw_beta, norms=True, A_log=A_log, dt_bias=dt_bias, beta_range=2.0
-    )
+    g, beta, q_norms, k_norms = prepare(q, k, raw_g, raw_beta, norms=True, A_log=A_log, dt_bias=dt_bias, beta_range=2.0)
     softplus = torch.nn.functional.softplus(raw_g.double() + dt_bias.double())
     assert testing.rel_l2(g, -A_log.double().exp() * softplus) < 1e-5
     assert testing.rel_l2(beta, 2 * raw_beta.double().sigmoid()) < 1e-5
@@ -44,15 +41,11 @@ def test_inverse_of_correlated_keys(keys, VR, monkeypatch):
     """Keys that repeat make (I + L)^-1 a sum of large cancelling powers: A must not be one."""
     from flash_qla_tl.kernels.gated_delta_rule import fused_fwd
 
-    monkeypatch.setattr(
-        fused_fwd, "pick_config", lambda K, V, dtype, *_: fused_fwd.Config(K, V, VR, dtype, True)
-    )
+    monkeypatch.setattr(fused_fwd, "pick_config", lambda K, V, dtype, *_: fused_fwd.Config(K, V, VR, dtype, True))
     num_tokens, HV = 128, 2
     k = torch.nn.functional.normalize(torch.randn(1, 1, 1, 128, device="cuda"), dim=-1)
     if keys == "near":
-        noise = torch.nn.functional.normalize(
-            torch.randn(1, num_tokens, 1, 128, device="cuda"), dim=-1
-        )
+        noise = torch.nn.functional.normalize(torch.randn(1, num_tokens, 1, 128, device="cuda"), dim=-1)
         k = torch.nn.functional.normalize(k + 0.1 * noise, dim=-1)
     k = k.expand(1, num_tokens, 1, 128).bfloat16().contiguous()
     v = torch.randn(1, num_tokens, HV, 128, device="cuda").bfloat16()
@@ -60,7 +53,5 @@ def test_inverse_of_correlated_keys(keys, VR, monkeypatch):
     A = fused_fwd.fused_fwd(k, k, v, None, beta, 1.0, output_A=True).A
     chunks = k[0, :, 0].double().view(-1, 64, 128)
     L = (chunks @ chunks.mT).tril(-1)
-    expected = torch.linalg.inv(torch.eye(64, device="cuda", dtype=torch.float64) + L).reshape(
-        num_tokens, 1, 64
-    )
+    expected = torch.linalg.inv(torch.eye(64, device="cuda", dtype=torch.float64) + L).reshape(num_tokens, 1, 64)
     assert testing.rel_l2(A[0], expected.expand(-1, HV, -1)) < 4e-3

@@ -6,13 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_qla_tl.ops.utils import chunk_local_cumsum, group_reduce_vector
-from flash_qla_tl.utils import (
-    l2norm,
-    pack,
-    prepare_chunk_indices,
-    prepare_chunk_offsets,
-    unpack,
-)
+from flash_qla_tl.utils import l2norm, pack, prepare_chunk_indices, prepare_chunk_offsets, unpack
 
 lengths_of_sequences = st.lists(st.integers(0, 200), max_size=8)
 without_deadline = settings(deadline=None, max_examples=50)

@@ -9,11 +9,7 @@ from torch.profiler import ProfilerActivity, schedule
 
 
 def profile(
-    fn: Callable,
-    inputs: tuple | list | dict = (),
-    wait: int = 50,
-    warmup: int = 50,
-    rep: int = 100,
+    fn: Callable, inputs: tuple | list | dict = (), wait: int = 50, warmup: int = 50, rep: int = 100
 ) -> dict[str, float]:
     """Average milliseconds a call of ``fn`` spends in each kernel.
 
@@ -34,9 +30,7 @@ def profile(
         ValueError: ``wait`` or ``warmup`` is negative, or ``rep`` not positive.
     """
     if wait < 0 or warmup < 0 or rep < 1:
-        raise ValueError(
-            f"wait, warmup and rep must be at least 0, 0 and 1, got {wait}, {warmup} and {rep}"
-        )
+        raise ValueError(f"wait, warmup and rep must be at least 0, 0 and 1, got {wait}, {warmup} and {rep}")
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -44,8 +38,7 @@ def profile(
     for _ in range(wait):
         fn(*args, **kwargs)
     with torch.profiler.profile(
-        activities=activities,
-        schedule=schedule(wait=0, warmup=warmup, active=rep, repeat=1),
+        activities=activities, schedule=schedule(wait=0, warmup=warmup, active=rep, repeat=1)
     ) as profiler:
         for call in range(warmup + rep):
             if call == warmup and torch.cuda.is_available():

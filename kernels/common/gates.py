@@ -43,10 +43,7 @@ LN2 = 0.6931471805599453
 
 def device_source(dtype: str) -> str:
     """chunk_tile.cuh for operands of one 16-bit type, with the rows of the table."""
-    defines = {
-        "QLA_BF16": int(dtype == "bfloat16"),
-        **{f"QLA_{name}": at for name, at in ROWS.items()},
-    }
+    defines = {"QLA_BF16": int(dtype == "bfloat16"), **{f"QLA_{name}": at for name, at in ROWS.items()}}
     header = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     return header + (Path(__file__).parent / "chunk_tile.cuh").read_text()
 
@@ -79,9 +76,7 @@ def write_gates(table, s, g, beta, norm_k, scale_q, lane):
             before[0] = end
         if lane < 8 * b:
             for i in T.vectorized(2):
-                table[s, ROWS["COL1"] + (16 * (b - 1) if b < 3 else 64) + 2 * lane + i] = T.exp2(
-                    end - G[i]
-                )
+                table[s, ROWS["COL1"] + (16 * (b - 1) if b < 3 else 64) + 2 * lane + i] = T.exp2(end - G[i])
     for i in T.vectorized(2):
         table[s, ROWS["G"] + 2 * lane + i] = G[i]
     for i in T.vectorized(2):

@@ -42,11 +42,7 @@ def num_sms(index: int) -> int:
 
 def on_device(index: int):
     """The launch goes to the tensors' device; the current one is put back."""
-    return (
-        contextlib.nullcontext()
-        if torch.cuda.current_device() == index
-        else torch.cuda.device(index)
-    )
+    return contextlib.nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)
 
 
 def tma_ready(x: torch.Tensor) -> torch.Tensor:
@@ -72,15 +68,19 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     return None
 
 
-@functools.lru_cache
-def require_nvcc() -> None:
-    """Raise one clear error where kernels cannot be compiled: TileLang needs CUDA's compiler."""
-    from tilelang.contrib import nvcc
-
+@contextlib.contextmanager
+def compiling():
+    """Around the first use of a kernel: where it is not in TileLang's cache and nvcc is missing, say how to install it."""
     try:
-        nvcc.get_nvcc_compiler()
+        yield
     except Exception as error:
-        if shutil.which("nvcc"):
+        from tilelang.contrib import nvcc
+
+        try:
+            found = shutil.which("nvcc") or shutil.which(nvcc.get_nvcc_compiler())
+        except RuntimeError:
+            found = None
+        if found:
             raise
         raise RuntimeError(
             "compiling the Hopper kernels needs CUDA's compiler nvcc, and none was found: install a CUDA toolkit "

@@ -41,10 +41,10 @@ from flash_qla_tl.kernels.common.target import (
     FLOAT_TYPE,
     TARGET,
     address,
+    compiling,
     dtype_name,
     num_sms,
     on_device,
-    require_nvcc,
     tma_ready,
 )
 from flash_qla_tl.kernels.gated_delta_rule.prepare import prepare
@@ -53,9 +53,7 @@ STAGES = 3
 # A chunk's time on an H200 with all SMs busy, K = V = 128, by VR.
 STEP_US = {64: 2.2, 128: 3.0}
 # c = a b^T and c += a b on the tensor cores, each warp with its 16 rows; and a function of chunk_tile.cuh.
-product = functools.partial(
-    T.wgmma_gemm, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow
-)
+product = functools.partial(T.wgmma_gemm, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
 add_product = functools.partial(T.wgmma_gemm, clear_accum=False, policy=T.GemmWarpPolicy.FullRow)
 device = functools.partial(T.call_extern, "handle")
 PASS_CONFIGS = {
@@ -176,9 +174,7 @@ def build(config: Config):
         ht_address: T.int64, state_v_first: T.int32,
         A_address: T.int64, g_cumsum_address: T.int64, h_address: T.int64, h_slots: T.int32, h_stride_n: T.int32, chunk_offsets_address: T.int64,
     ):  # fmt: skip
-        with T.Kernel(
-            HV * NS * (num_seqs + T.if_then_else(cu_address != 0, 1, 0)), threads=THREADS
-        ) as i_x:
+        with T.Kernel(HV * NS * (num_seqs + T.if_then_else(cu_address != 0, 1, 0)), threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
             k_s = T.alloc_shared((STAGES, CHUNK, K), dtype)
             q_s = T.alloc_shared((STAGES, CHUNK, K), dtype)
@@ -241,12 +237,9 @@ def build(config: Config):
                     i = r * THREADS + tx
                     if i < length * (VR // 8):
                         for j in T.vectorized(8):
-                            o[
-                                0,
-                                T.cast(bos + i // (VR // 8), "int64"),
-                                i_hv,
-                                v0 + i % (VR // 8) * 8 + j,
-                            ] = T.cast(0.0, dtype)
+                            o[0, T.cast(bos + i // (VR // 8), "int64"), i_hv, v0 + i % (VR // 8) * 8 + j] = T.cast(
+                                0.0, dtype
+                            )
                 if emit:
                     if v0 == 0:
                         A = T.make_tensor_from_addr(A_address, (1 << 60,), dtype)
@@ -254,9 +247,7 @@ def build(config: Config):
                         for r in T.serial((length * CHUNK + THREADS - 1) // THREADS):
                             i = r * THREADS + tx
                             if i < length * CHUNK:
-                                A[((row0 + i // CHUNK) * HV + i_hv) * CHUNK + i % CHUNK] = T.cast(
-                                    0.0, dtype
-                                )
+                                A[((row0 + i // CHUNK) * HV + i_hv) * CHUNK + i % CHUNK] = T.cast(0.0, dtype)
                             if i < length:
                                 g_cumsum[(row0 + i) * HV + i_hv] = 0.0
 
@@ -276,9 +267,7 @@ def build(config: Config):
                 h_slot = i_n * h_stride_n
                 if emit:
                     if chunk_offsets_address != 0 and i_n < num_seqs:
-                        chunk_offsets = T.make_tensor_from_addr(
-                            chunk_offsets_address, (1 << 30,), "int32"
-                        )
+                        chunk_offsets = T.make_tensor_from_addr(chunk_offsets_address, (1 << 30,), "int32")
                         h_slot = chunk_offsets[i_n]
                 # Hides from ptxas where S comes from; without it, it serializes every wgmma of the kernel (C7514).
                 T.warpgroup_fence_operand(S, num_regs=K // 2)
@@ -342,11 +331,7 @@ def build(config: Config):
                     store_out(packed_out, o_s, o_full, wg, lane)
                 if ht_address != 0 and i_n < num_seqs:
                     store_state(
-                        S,
-                        ht_address + (T.cast(i_n, "int64") * HV + i_hv) * (K * V * 4),
-                        accum,
-                        state_v_first,
-                        v0,
+                        S, ht_address + (T.cast(i_n, "int64") * HV + i_hv) * (K * V * 4), accum, state_v_first, v0
                     )
             elif tx < PRODUCER:
                 T.set_max_nreg(config.registers[1], 0)
@@ -386,12 +371,7 @@ def build(config: Config):
                         T.barrier_wait(ready[s], phase)
                     product(k_s[s, :, :], k_s[s, :, :], kk)
                     T.wait_wgmma(1)
-                    device(
-                        "qla_scores",
-                        kq.data,
-                        T.address_of(table[done, 0]),
-                        T.address_of(p_s[done, 0, 0]),
-                    )
+                    device("qla_scores", kq.data, T.address_of(table[done, 0]), T.address_of(p_s[done, 0, 0]))
                     T.fence_proxy_async()
                     T.sync_warp()
                     if lane == 0:
@@ -404,12 +384,8 @@ def build(config: Config):
                     for i in T.serial(num_chunks):
                         t = bos + i * CHUNK
                         T.barrier_wait(free[s], phase ^ 1)
-                        T.tma_copy(
-                            k[i_b, t : t + CHUNK, i_h, 0:K], k_s[s, :, :], barrier=kq_loaded[s]
-                        )
-                        T.tma_copy(
-                            q[i_b, t : t + CHUNK, i_h, 0:K], q_s[s, :, :], barrier=kq_loaded[s]
-                        )
+                        T.tma_copy(k[i_b, t : t + CHUNK, i_h, 0:K], k_s[s, :, :], barrier=kq_loaded[s])
+                        T.tma_copy(q[i_b, t : t + CHUNK, i_h, 0:K], q_s[s, :, :], barrier=kq_loaded[s])
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(kq_loaded[s])
@@ -421,9 +397,7 @@ def build(config: Config):
                             )
                         else:
                             T.tma_copy(
-                                v[i_b, t : t + CHUNK, i_hv, 0:64],
-                                v_s[s * 128 : s * 128 + 64, :],
-                                barrier=v_loaded[s],
+                                v[i_b, t : t + CHUNK, i_hv, 0:64], v_s[s * 128 : s * 128 + 64, :], barrier=v_loaded[s]
                             )
                             T.tma_copy(
                                 v[i_b, t : t + CHUNK, i_hv, 64:128],
@@ -445,13 +419,10 @@ def build(config: Config):
                     k_norm_at = T.alloc_var("int64")
                     q_norm_at = T.alloc_var("int64")
                     g_at = g_address + 4 * (i_b * g_stride_b + t * g_stride_t + i_hv * g_stride_h)
-                    beta_at = beta_address + 4 * (
-                        i_b * beta_stride_b + t * beta_stride_t + i_hv * beta_stride_h
-                    )
+                    beta_at = beta_address + 4 * (i_b * beta_stride_b + t * beta_stride_t + i_hv * beta_stride_h)
                     # The norms are dense [B, T, H], or one number for all (stride 0).
                     norm0 = 4 * (
-                        (T.cast(i_b, "int64") * num_tokens + t) * norm_stride
-                        + T.if_then_else(norm_stride != 0, i_h, 0)
+                        (T.cast(i_b, "int64") * num_tokens + t) * norm_stride + T.if_then_else(norm_stride != 0, i_h, 0)
                     )
                     k_norm_at = k_norms_address + norm0
                     q_norm_at = q_norms_address + norm0
@@ -475,9 +446,7 @@ def build(config: Config):
                         if emit:
                             for j in T.unroll(2):
                                 if v0 == 0 and 2 * lane + j < valid:
-                                    g_cumsum = T.make_tensor_from_addr(
-                                        g_cumsum_address, (1 << 60,), accum
-                                    )
+                                    g_cumsum = T.make_tensor_from_addr(g_cumsum_address, (1 << 60,), accum)
                                     g_cumsum[(row0 + i * CHUNK + 2 * lane + j) * HV + i_hv] = (
                                         table[s, ROWS["G"] + 2 * lane + j] * LN2
                                     )
@@ -516,17 +485,15 @@ def build(config: Config):
                             else:
                                 # TMA would write into the next sequence.
                                 tail = T.make_tensor_from_addr(
-                                    o_address + ((row0 + i * CHUNK) * HV + i_hv) * (V * 2),
-                                    (1 << 30,),
-                                    dtype,
+                                    o_address + ((row0 + i * CHUNK) * HV + i_hv) * (V * 2), (1 << 30,), dtype
                                 )
                                 for r in T.serial((valid + 3) // 4):
                                     row = r * 4 + lane // 8
                                     if row < valid:
                                         for j in T.vectorized(8):
-                                            tail[
-                                                row * (HV * V) + v0 + wo * 64 + lane % 8 * 8 + j
-                                            ] = o_s[wo * 64 + row, lane % 8 * 8 + j]
+                                            tail[row * (HV * V) + v0 + wo * 64 + lane % 8 * 8 + j] = o_s[
+                                                wo * 64 + row, lane % 8 * 8 + j
+                                            ]
                             T.sync_warp()
                             if lane == 0:
                                 T.barrier_arrive(o_free[wo])
@@ -635,8 +602,8 @@ def fused_fwd(
 @functools.lru_cache
 def _kernel(config: Config):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    require_nvcc()
-    return build(config)
+    with compiling():
+        return build(config)
 
 
 def _readable(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -16,14 +16,7 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.gates import device_source
-from flash_qla_tl.kernels.common.target import (
-    FLOAT_TYPE,
-    TARGET,
-    address,
-    dtype_name,
-    on_device,
-    require_nvcc,
-)
+from flash_qla_tl.kernels.common.target import FLOAT_TYPE, TARGET, address, compiling, dtype_name, on_device
 
 THREADS = 256
 TOKENS = 8
@@ -37,9 +30,7 @@ TOKENS = 8
     },
 )
 def build(K: int, dtype: str):
-    B, num_tokens, HV, num_rows = (
-        T.dynamic(name) for name in ("B", "num_tokens", "HV", "num_rows")
-    )
+    B, num_tokens, HV, num_rows = (T.dynamic(name) for name in ("B", "num_tokens", "HV", "num_rows"))
     lanes = K // 8
     accum = "float32"
 
@@ -96,21 +87,17 @@ def build(K: int, dtype: str):
                     i_hv = T.truncmod(e, HV)
                     x = T.alloc_var(accum, init=0.0)
                     if g_address != 0:
-                        at = (
-                            i_b * g_stride_b + t * g_stride_t + i_hv * g_stride_h
-                        ) * T.if_then_else(g_type == 0, 4, 2)
+                        at = (i_b * g_stride_b + t * g_stride_t + i_hv * g_stride_h) * T.if_then_else(g_type == 0, 4, 2)
                         x = T.call_extern(accum, "qla_load", g_address + at, g_type)
                         if A_log_address != 0:
                             A_log = T.make_tensor_from_addr(A_log_address, (1 << 30,), accum)
                             dt_bias = T.make_tensor_from_addr(dt_bias_address, (1 << 30,), accum)
                             x += dt_bias[i_hv]
-                            x = -T.exp(A_log[i_hv]) * (
-                                T.max(x, 0.0) + T.log(1.0 + T.exp(-T.abs(x)))
-                            )
+                            x = -T.exp(A_log[i_hv]) * (T.max(x, 0.0) + T.log(1.0 + T.exp(-T.abs(x))))
                     g[T.cast(i_b, "int64"), t, i_hv] = x
-                    at_beta = (
-                        i_b * beta_stride_b + t * beta_stride_t + i_hv * beta_stride_h
-                    ) * T.if_then_else(beta_type == 0, 4, 2)
+                    at_beta = (i_b * beta_stride_b + t * beta_stride_t + i_hv * beta_stride_h) * T.if_then_else(
+                        beta_type == 0, 4, 2
+                    )
                     y = T.alloc_var(accum)
                     y = T.call_extern(accum, "qla_load", beta_address + at_beta, beta_type)
                     if beta_range != 0.0:
@@ -122,8 +109,8 @@ def build(K: int, dtype: str):
 
 @functools.lru_cache
 def _kernel(K: int, dtype: str):
-    require_nvcc()
-    return build(K, dtype)
+    with compiling():
+        return build(K, dtype)
 
 
 def prepare(q, k, g, beta, *, norms: bool, A_log=None, dt_bias=None, beta_range: float = 0.0):
