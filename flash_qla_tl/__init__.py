@@ -11,9 +11,4 @@ if not (Path(__file__).parent / "kernels").is_dir():
 
 from flash_qla_tl.gated_delta_rule import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
-__all__ = [
-    "__version__",
-    "chunk_gated_delta_rule",
-    "chunk_gated_delta_rule_bwd",
-    "chunk_gated_delta_rule_fwd",
-]
+__all__ = ["__version__", "chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "chunk_gated_delta_rule_fwd"]

@@ -49,9 +49,7 @@ def gated_delta_rule(
     if scale is not None and not isinstance(scale, Real):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError(
-            "allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True, got False"
-        )
+        raise ValueError("allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True, got False")
     if use_gate_in_kernel and g is None:
         raise ValueError("g must be a tensor with use_gate_in_kernel=True, got None")
     if use_gate_in_kernel and A_log is None:
@@ -61,23 +59,18 @@ def gated_delta_rule(
 
     _tensor("q", q, FLOATS, None)
     if q.ndim != 4 or min(q.shape[2:]) < 1:
-        raise ValueError(
-            f"q must have shape [B, T, H, K] with H and K at least 1, got {list(q.shape)}"
-        )
+        raise ValueError(f"q must have shape [B, T, H, K] with H and K at least 1, got {list(q.shape)}")
     B, T, H, K = q.shape
     _tensor("k", k, (q.dtype,), q.device)
     _shape("k", k, "B, T, H, K", [B, T, H, K])
     _tensor("v", v, (q.dtype,), q.device)
     if v.ndim != 4 or v.shape[:2] != q.shape[:2] or min(v.shape[2:]) < 1:
         raise ValueError(
-            f"v must have shape [B, T, HV, V] = [{B}, {T}, HV, V] with HV and V at least 1, "
-            f"got {list(v.shape)}"
+            f"v must have shape [B, T, HV, V] = [{B}, {T}, HV, V] with HV and V at least 1, got {list(v.shape)}"
         )
     HV, V = v.shape[2:]
     if HV % H:
-        raise ValueError(
-            f"v must have shape [B, T, HV, V] with HV a multiple of H = {H}, got {list(v.shape)}"
-        )
+        raise ValueError(f"v must have shape [B, T, HV, V] with HV a multiple of H = {H}, got {list(v.shape)}")
     for name, x in (("g", g), ("beta", beta)):
         if x is not None or name == "beta":
             _tensor(name, x, FLOATS, q.device)
@@ -131,9 +124,7 @@ def _cu_seqlens(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, q: Tensor) ->
         raise ValueError(f"q must have B = 1 with cu_seqlens, got B = {B}")
     _tensor("cu_seqlens", cu_seqlens, INTEGERS, q.device)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
-        raise ValueError(
-            f"cu_seqlens must have shape [N+1] with N at least 0, got {list(cu_seqlens.shape)}"
-        )
+        raise ValueError(f"cu_seqlens must have shape [N+1] with N at least 0, got {list(cu_seqlens.shape)}")
     if cu_seqlens_cpu is not None:
         _tensor("cu_seqlens_cpu", cu_seqlens_cpu, INTEGERS, None)
         if not cu_seqlens_cpu.is_cpu:

@@ -125,11 +125,7 @@ def chunk_gated_delta_rule(
     if transpose_state_layout is not None:
         if state_v_first:
             raise ValueError("transpose_state_layout must be None with state_v_first, got both")
-        warnings.warn(
-            "transpose_state_layout is deprecated, use state_v_first",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        warnings.warn("transpose_state_layout is deprecated, use state_v_first", DeprecationWarning, stacklevel=2)
         state_v_first = transpose_state_layout
     checks.gated_delta_rule(
         q,
@@ -195,16 +191,7 @@ def chunk_gated_delta_rule(
     )
     if on_kernels:
         return _ChunkGatedDeltaRule.apply(
-            q.to(dtype),
-            k.to(dtype),
-            v,
-            g,
-            beta,
-            initial_state,
-            cu_seqlens,
-            scale,
-            output_final_state,
-            state_v_first,
+            q.to(dtype), k.to(dtype), v, g, beta, initial_state, cu_seqlens, scale, output_final_state, state_v_first
         )
     boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     h0 = _k_first(initial_state, state_v_first)
@@ -413,18 +400,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         if do is None:
             do = torch.zeros_like(v)
         d = chunk_gated_delta_rule_bwd(
-            q,
-            k,
-            v,
-            g_cumsum,
-            beta,
-            A,
-            do,
-            dht,
-            ctx.scale,
-            h0,
-            cu_seqlens,
-            ctx.state_v_first,
+            q, k, v, g_cumsum, beta, A, do, dht, ctx.scale, h0, cu_seqlens, ctx.state_v_first
         )
         grads = zip((d.dq, d.dk, d.dv, d.dg, d.db, d.dh0), ctx.dtypes, strict=True)
         return *(None if x is None else x.to(dtype) for x, dtype in grads), None, None, None, None
@@ -435,9 +411,7 @@ def _on_kernels(q: Tensor, k: Tensor, v: Tensor, backend: str) -> bool:
         return False
     reason = target.refusal(q, k, v)
     if reason is not None and backend == "tilelang":
-        raise ValueError(
-            f"backend must be 'auto' or 'torch' for these tensors, got 'tilelang': {reason}"
-        )
+        raise ValueError(f"backend must be 'auto' or 'torch' for these tensors, got 'tilelang': {reason}")
     if reason is not None and q.is_cuda:
         _say_why(reason)
     return reason is None
@@ -445,9 +419,7 @@ def _on_kernels(q: Tensor, k: Tensor, v: Tensor, backend: str) -> bool:
 
 @cache
 def _say_why(reason: str) -> None:
-    warnings.warn(
-        f"the gated delta rule runs in torch instead of its kernels: {reason}", stacklevel=4
-    )
+    warnings.warn(f"the gated delta rule runs in torch instead of its kernels: {reason}", stacklevel=4)
 
 
 def _k_first(state: Tensor | None, state_v_first: bool) -> Tensor | None:

@@ -1,6 +1,7 @@
-"""The gated delta rule token by token: the definition that everything else is held against.
+"""The operators token by token: the definitions that everything else is held against.
 
-Yang et al., Gated Delta Networks (arXiv:2412.06464). Slow, and differentiable throughout.
+The gated delta rule of Yang et al., Gated Delta Networks (arXiv:2412.06464), and Kimi Delta
+Attention of Kimi Linear (arXiv:2510.26692). Slow, and differentiable throughout.
 """
 
 import torch
@@ -21,21 +22,29 @@ def activate(
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """What the operator does to its inputs before the recurrence, where it is asked to.
+    """What the operators do to their inputs before the recurrence, where they are asked to.
 
     ``q`` and ``k`` are normalised to unit length (:func:`flash_qla_tl.utils.l2norm`), the log
-    decay becomes ``-exp(A_log) * softplus(g + dt_bias)``, the write strength ``sigmoid(beta)``, or
+    decay becomes ``-exp(A_log) * softplus(g + dt_bias)``, or with a ``lower_bound``
+    ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, the write strength ``sigmoid(beta)``, or
     twice that with ``allow_neg_eigval``. What changes is returned in fp32 (float64 for float64 q).
+
+    ``g`` is ``[B, T, HV]`` or ``[B, T, HV, K]``; ``dt_bias`` is shaped like a token of it, or flat.
     """
     dtype = compute_dtype(q)
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q.to(dtype)), l2norm(k.to(dtype))
     if use_gate_in_kernel:
-        bias = 0 if dt_bias is None else dt_bias.to(dtype)
-        g = -A_log.to(dtype).exp() * F.softplus(g.to(dtype) + bias)
+        g = g.to(dtype)
+        if dt_bias is not None:
+            g = g + dt_bias.to(dtype).view(g.shape[2:])
+        # Every head has its own factor, the same for all of its channels.
+        rate = 1 if A_log is None else A_log.to(dtype).exp().view(-1, *(1 for _ in g.shape[3:]))
+        g = -rate * F.softplus(g) if lower_bound is None else lower_bound * (rate * g).sigmoid()
     if use_beta_sigmoid_in_kernel:
         beta = beta.to(dtype).sigmoid() * (2 if allow_neg_eigval else 1)
     return q, k, g, beta
@@ -72,13 +81,43 @@ def gated_delta_rule(
         ``cu_seqlens[-1]`` are zero.
     """
     dtype = dtype or q.dtype
-    q, k, v, beta = (x.to(dtype) for x in (q, k, v, beta))
     if g is None:
         g = torch.zeros_like(beta)
-    # The activations keep to their own precision; what they return is rounded like an input.
-    q, k, g, beta = (x.to(dtype) for x in activate(q, k, g.to(dtype), beta, **activations))
+    q, k, v, g, beta = _prepare(q, k, v, g, beta, dtype, activations)
+    return _recurrence(q, k, v, g[..., None], beta, scale, initial_state, cu_seqlens, state_v_first)
 
-    T = q.shape[1]
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    dtype: torch.dtype | None = None,
+    **activations: object,
+) -> tuple[Tensor, Tensor]:
+    """The same with a decay for every channel of the key: ``S = diag(exp(g)) S`` comes first.
+
+    Arguments as for :func:`flash_qla_tl.chunk_kda`, results as of :func:`gated_delta_rule`.
+    """
+    q, k, v, g, beta = _prepare(q, k, v, g, beta, dtype or q.dtype, activations)
+    return _recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, state_v_first)
+
+
+def _prepare(q, k, v, g, beta, dtype, activations):
+    # The activations keep to their own precision; what they return is rounded like an input.
+    q, k, g, beta = activate(*(x.to(dtype) for x in (q, k, g, beta)), **activations)
+    return tuple(x.to(dtype) for x in (q, k, v, g, beta))
+
+
+def _recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, state_v_first):
+    """``g`` is ``[B, T, HV, K]``, or ``[B, T, HV, 1]`` where all channels fade alike."""
+    dtype, T = q.dtype, q.shape[1]
     if cu_seqlens is not None:
         # Padding is all zeros, and a token of zeros leaves the state as it is.
         q, k, v, g, beta = (unpack(x, cu_seqlens) for x in (q, k, v, g, beta))
@@ -94,7 +133,7 @@ def gated_delta_rule(
         S = (initial_state.mT if state_v_first else initial_state).to(dtype)
     o = [v[:, :0]]
     for t in range(steps):
-        S = g[:, t, :, None, None].exp() * S
+        S = g[:, t, ..., None].exp() * S
         error = v[:, t] - torch.einsum("nhkv,nhk->nhv", S, k[:, t])
         S = S + torch.einsum("nhk,nhv->nhkv", beta[:, t, :, None] * k[:, t], error)
         o.append(scale * torch.einsum("nhkv,nhk->nhv", S, q[:, t])[:, None])

@@ -71,9 +71,7 @@ def _chunked(q, k, v, g, beta, scale, h0, cu_seqlens, g_is_cumsum, operand) -> C
     # The HV/H value heads that share a query/key head get an axis of their own: q and k
     # [NT, H, 1, C, K], v [NT, H, G, C, V], g and beta [NT, H, G, C], states [N, H, G, K, V].
     q, k = operand(q).unsqueeze(2), operand(k).unsqueeze(2)
-    v, g, beta, state = (
-        x.unflatten(1, (H, HV // H)) for x in (v, g, beta, h0.to(dtype)[chunks.order])
-    )
+    v, g, beta, state = (x.unflatten(1, (H, HV // H)) for x in (v, g, beta, h0.to(dtype)[chunks.order]))
 
     # decay[i, j] is what is left at token i of a write at token j. The difference is cut below the
     # diagonal so that the ones on it, which outweigh everything under strong gates, are constants.
@@ -88,33 +86,55 @@ def _chunked(q, k, v, g, beta, scale, h0, cu_seqlens, g_is_cumsum, operand) -> C
     # (I + L)^-1 with L strictly lower: the solver takes the diagonal as ones and reads no
     # entry above it.
     eye = torch.eye(C, dtype=dtype, device=q.device)
-    A = torch.linalg.solve_triangular(
-        beta[..., None] * (k @ k.mT), eye, upper=False, unitriangular=True
-    )
+    A = torch.linalg.solve_triangular(beta[..., None] * (k @ k.mT), eye, upper=False, unitriangular=True)
     correct = operand(decay * A * beta[..., None, :])
     attend = operand(scale * decay * (q @ k.mT))
 
+    def step(state, k, v, correct, from_start, to_end, whole):
+        v_new = correct @ operand(v - from_start * (k @ operand(state)))
+        return whole * state + k.mT @ operand(to_end * v_new), v_new
+
+    h, v_new, ht = walk(chunks, state, step, k, v, correct, from_start, to_end, whole)
+    o = scale * from_start * (q @ operand(h)) + attend @ operand(v_new)
+    return Chunked(chunks.join(o.flatten(1, 2)), ht.flatten(1, 2), g_cumsum, A.flatten(1, 2), h.flatten(1, 2), chunks)
+
+
+def walk(
+    chunks: Chunks, state: Tensor, step: Callable[..., tuple[Tensor, Tensor]], *factors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take the states from chunk to chunk, those of all sequences at once.
+
+    ``state`` is ``[N, ...]`` in the order of ``chunks.order``, every factor ``[NT, ...]``, and
+    ``step(state, *factors)`` gives the states after a chunk of each sequence and its ``v_new``.
+    Returns the state before and ``v_new`` of every chunk, and the last state of every sequence in
+    the caller's order.
+    """
     # The empty first pieces give a problem without chunks its shapes and its (zero) gradients.
-    h, v_new, final = [state[:0]], [correct[:0] @ v[:0]], []
-    factors = (k, v, correct, from_start, to_end, whole)
+    h, v_new, final = [state[:0]], [step(state[:0], *(x[:0] for x in factors))[1]], []
     steps = zip(chunks.counts, *(x.split(chunks.counts) for x in factors), strict=True)
-    for n, k_i, v_i, correct_i, from_start_i, to_end_i, whole_i in steps:
+    for n, *of_chunk in steps:
         state, ended = state.split((n, len(state) - n))
         final.append(ended)
         h.append(state)
-        v_i = correct_i @ operand(v_i - from_start_i * (k_i @ operand(state)))
-        v_new.append(v_i)
-        state = whole_i * state + k_i.mT @ operand(to_end_i * v_i)
+        state, corrections = step(state, *of_chunk)
+        v_new.append(corrections)
     final.append(state)
+    return torch.cat(h), torch.cat(v_new), torch.cat(final[::-1])[chunks.rank]
 
-    h, v_new = torch.cat(h), torch.cat(v_new)
-    ht = torch.cat(final[::-1])[chunks.rank]
-    o = scale * from_start * (q @ operand(h)) + attend @ operand(v_new)
-    return Chunked(
-        chunks.join(o.flatten(1, 2)),
-        ht.flatten(1, 2),
-        g_cumsum,
-        A.flatten(1, 2),
-        h.flatten(1, 2),
-        chunks,
-    )
+
+def states_by_chunk(
+    h: Tensor, chunks: Chunks, cu_seqlens: Tensor | None, num_chunks: int | None = None, state_v_first: bool = False
+) -> Tensor:
+    """``h`` of :class:`Chunked` as the public functions return it: ``[B, NT, HV, K, V]``.
+
+    Packed sequences get ``num_chunks`` slots, or ``T // 64 + N`` where that is None, which needs no
+    look at ``cu_seqlens``; the slots behind the last chunk are zero.
+    """
+    h = h[chunks.by_sequence]
+    if state_v_first:
+        h = h.mT
+    if cu_seqlens is None:
+        return h.unflatten(0, (chunks.B, -(-chunks.T // chunks.size)))
+    if num_chunks is None:
+        num_chunks = chunks.T // chunks.size + len(cu_seqlens) - 1
+    return torch.cat((h, h.new_zeros(num_chunks - len(h), *h.shape[1:]))).unsqueeze(0)

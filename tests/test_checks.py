@@ -40,16 +40,8 @@ def zeros(*shape, **kwargs):
 FLOATS = "torch.float64 or torch.float32 or torch.bfloat16 or torch.float16"
 
 CASES = {
-    "q no tensor": (
-        TypeError,
-        {"q": [1.0]},
-        "q must be a torch.Tensor, got list",
-    ),
-    "beta None": (
-        TypeError,
-        {"beta": None},
-        "beta must be a torch.Tensor, got NoneType",
-    ),
+    "q no tensor": (TypeError, {"q": [1.0]}, "q must be a torch.Tensor, got list"),
+    "beta None": (TypeError, {"beta": None}, "beta must be a torch.Tensor, got NoneType"),
     "q integer": (
         TypeError,
         {"q": zeros(B, T, H, K, dtype=torch.int64)},
@@ -93,39 +85,22 @@ CASES = {
     "v tokens": (
         ValueError,
         {"v": zeros(B, 9, HV, V)},
-        "v must have shape [B, T, HV, V] = [2, 8, HV, V] with HV and V at least 1, "
-        "got [2, 9, 4, 8]",
+        "v must have shape [B, T, HV, V] = [2, 8, HV, V] with HV and V at least 1, got [2, 9, 4, 8]",
     ),
     "HV % H": (
         ValueError,
         {"v": zeros(B, T, 3, V)},
         "v must have shape [B, T, HV, V] with HV a multiple of H = 2, got [2, 8, 3, 8]",
     ),
-    "g heads": (
-        ValueError,
-        {"g": zeros(B, T, H)},
-        "g must have shape [B, T, HV] = [2, 8, 4], got [2, 8, 2]",
-    ),
+    "g heads": (ValueError, {"g": zeros(B, T, H)}, "g must have shape [B, T, HV] = [2, 8, 4], got [2, 8, 2]"),
     "g per channel": (
         ValueError,
         {"g": zeros(B, T, HV, K)},
         "g must have shape [B, T, HV] = [2, 8, 4], got [2, 8, 4, 16]",
     ),
-    "g integer": (
-        TypeError,
-        {"g": zeros(B, T, HV, dtype=torch.int32)},
-        f"g must have dtype {FLOATS}, got torch.int32",
-    ),
-    "g device": (
-        ValueError,
-        {"g": zeros(B, T, HV, device="meta")},
-        "g must be on device cpu as q is, got meta",
-    ),
-    "beta heads": (
-        ValueError,
-        {"beta": zeros(B, T, H)},
-        "beta must have shape [B, T, HV] = [2, 8, 4], got [2, 8, 2]",
-    ),
+    "g integer": (TypeError, {"g": zeros(B, T, HV, dtype=torch.int32)}, f"g must have dtype {FLOATS}, got torch.int32"),
+    "g device": (ValueError, {"g": zeros(B, T, HV, device="meta")}, "g must be on device cpu as q is, got meta"),
+    "beta heads": (ValueError, {"beta": zeros(B, T, H)}, "beta must have shape [B, T, HV] = [2, 8, 4], got [2, 8, 2]"),
     "initial_state layout": (
         ValueError,
         {"initial_state": zeros(B, HV, V, K)},
@@ -141,11 +116,7 @@ CASES = {
         {"initial_state": zeros(B, HV, K, V, dtype=torch.int8)},
         f"initial_state must have dtype {FLOATS}, got torch.int8",
     ),
-    "scale a tensor": (
-        TypeError,
-        {"scale": zeros(())},
-        "scale must be a number or None, got Tensor",
-    ),
+    "scale a tensor": (TypeError, {"scale": zeros(())}, "scale must be a number or None, got Tensor"),
     "B with cu_seqlens": (
         ValueError,
         {"cu_seqlens": torch.tensor([0, 8])},
@@ -155,11 +126,7 @@ CASES = {
 
 PUBLIC_ONLY = {
     "chunk_size": (ValueError, {"chunk_size": 32}, "chunk_size must be 64, got 32"),
-    "backend": (
-        ValueError,
-        {"backend": "triton"},
-        "backend must be one of auto, torch, tilelang, got 'triton'",
-    ),
+    "backend": (ValueError, {"backend": "triton"}, "backend must be one of auto, torch, tilelang, got 'triton'"),
     "allow_neg_eigval alone": (
         ValueError,
         {"allow_neg_eigval": True},
@@ -185,11 +152,7 @@ PUBLIC_ONLY = {
         {"use_gate_in_kernel": True, "A_log": zeros(HV), "dt_bias": zeros(HV, K)},
         "dt_bias must have shape [HV] = [4], got [4, 16]",
     ),
-    "head_first": (
-        ValueError,
-        {"head_first": True},
-        "head_first must be False (layout [B, T, H, K]), got True",
-    ),
+    "head_first": (ValueError, {"head_first": True}, "head_first must be False (layout [B, T, H, K]), got True"),
     "cp_context": (
         NotImplementedError,
         {"cp_context": object()},
@@ -229,11 +192,7 @@ CU_SEQLENS = {
         {"cu_seqlens": zeros(2, dtype=torch.int32, device="meta")},
         "cu_seqlens must be on device cpu as q is, got meta",
     ),
-    "start": (
-        ValueError,
-        {"cu_seqlens": torch.tensor([1, 8])},
-        "cu_seqlens must start at 0, got 1",
-    ),
+    "start": (ValueError, {"cu_seqlens": torch.tensor([1, 8])}, "cu_seqlens must start at 0, got 1"),
     "decreasing": (
         ValueError,
         {"cu_seqlens": torch.tensor([0, 5, 3, 8])},
@@ -295,17 +254,9 @@ def test_cu_seqlens(call, case):
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        (
-            "A",
-            (B, T, HV, 32),
-            "A must have shape [B, T, HV, 64] = [2, 8, 4, 64], got [2, 8, 4, 32]",
-        ),
+        ("A", (B, T, HV, 32), "A must have shape [B, T, HV, 64] = [2, 8, 4, 64], got [2, 8, 4, 32]"),
         ("do", (B, T, H, V), "do must have shape [B, T, HV, V] = [2, 8, 4, 8], got [2, 8, 2, 8]"),
-        (
-            "dht",
-            (B, HV, V, K),
-            "dht must have shape [N, HV, K, V] = [2, 4, 16, 8], got [2, 4, 8, 16]",
-        ),
+        ("dht", (B, HV, V, K), "dht must have shape [N, HV, K, V] = [2, 4, 16, 8], got [2, 4, 8, 16]"),
     ],
 )
 def test_backward(name, shape, message):

@@ -75,9 +75,9 @@ def check(args, cap=CAP, **options):
     for n, (x, y) in enumerate(zip(outputs[1], reference[1], strict=True)):
         bos, eos = (0, None) if cu is None else (int(cu[n]), int(cu[n + 1]))
         row = n if cu is None else 0
-        assert _worst_head(
-            o[row, bos:eos].transpose(0, 1), exact_o[row, bos:eos].transpose(0, 1)
-        ) <= (2 * cap), f"o of sequence {n}"
+        assert _worst_head(o[row, bos:eos].transpose(0, 1), exact_o[row, bos:eos].transpose(0, 1)) <= (2 * cap), (
+            f"o of sequence {n}"
+        )
         assert _worst_head(x, y) <= 2 * cap, f"ht of sequence {n}"
     return outputs
 
@@ -129,8 +129,7 @@ def test_dtypes_and_head_dims(device, dtype, K, V, regime):
 
 
 @pytest.mark.parametrize(
-    ("H", "HV"),
-    [(1, HV) for HV in range(1, 9)] + [(2, 2), (3, 3), (5, 5), (12, 12), (2, 6), (3, 12), (4, 32)],
+    ("H", "HV"), [(1, HV) for HV in range(1, 9)] + [(2, 2), (3, 3), (5, 5), (12, 12), (2, 6), (3, 12), (4, 32)]
 )
 def test_heads(device, H, HV):
     """Grouped value heads and counts that no power of two divides, unlike from head to head."""
@@ -171,9 +170,7 @@ def test_tail_beside_large_values(device, tail):
     assert rel_l2(ht[1:2], reference[1]) <= CAP
 
 
-@pytest.mark.parametrize(
-    "T", [512, pytest.param(2048, marks=on_gpu), pytest.param(20468, marks=on_gpu)]
-)
+@pytest.mark.parametrize("T", [512, pytest.param(2048, marks=on_gpu), pytest.param(20468, marks=on_gpu)])
 def test_gates_of_a_softplus(T):
     """Lengths at which another implementation gave other tokens than its peers."""
     device = "cpu" if T == 512 else "cuda"
@@ -261,21 +258,10 @@ def test_dtypes_of_gate_and_beta(device, g_dtype, beta_dtype):
 def test_initial_state(device, K, V, h0_dtype, state_v_first):
     """Read in the dtype and layout it has: a square head dim hides a mix-up from every check."""
     args = inputs(
-        H=1,
-        HV=2,
-        K=K,
-        V=V,
-        lengths=[70, 1, 64],
-        h0_dtype=h0_dtype,
-        state_v_first=state_v_first,
-        device=device,
+        H=1, HV=2, K=K, V=V, lengths=[70, 1, 64], h0_dtype=h0_dtype, state_v_first=state_v_first, device=device
     )
     o, ht = check(args)
-    other = {
-        **args,
-        "initial_state": args["initial_state"].mT.contiguous(),
-        "state_v_first": not state_v_first,
-    }
+    other = {**args, "initial_state": args["initial_state"].mT.contiguous(), "state_v_first": not state_v_first}
     assert same(run(other), (o, ht.mT))
     check_gradients(args)
 
@@ -481,9 +467,7 @@ def test_strided_inputs(device):
     copies = {name: x.contiguous() for name, x in views.items()}
     assert same(check(views, **NORM), run(copies, **NORM))
 
-    head_first = {
-        name: copies[name].transpose(1, 2).contiguous().transpose(1, 2) for name in TOKENS
-    }
+    head_first = {name: copies[name].transpose(1, 2).contiguous().transpose(1, 2) for name in TOKENS}
     assert same(run(head_first, **NORM), run({name: copies[name] for name in TOKENS}, **NORM))
 
 
@@ -613,9 +597,7 @@ def test_runs_on_the_cpu_where_the_gpu_is_hidden():
         "from flash_qla_tl.testing import inputs; "
         "assert not torch.cuda.is_available(); assert f(**inputs(1, 70, 1))[0].isfinite().all()"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.mark.parametrize("K, V", [(32, 48), (96, 128), (160, 64), (192, 64), (64, 256), (256, 128)])
@@ -670,18 +652,7 @@ def test_positional_call(device):
 @pytest.mark.parametrize("lengths", [None, [70, 0, 64, 1, 130]])
 @pytest.mark.parametrize("K, V", [(64, 128), (128, 64)])
 def test_parts_of_the_forward(device, K, V, lengths, state_v_first):
-    args = inputs(
-        2,
-        150,
-        2,
-        4,
-        K,
-        V,
-        lengths=lengths,
-        h0_dtype=FP32,
-        state_v_first=state_v_first,
-        device=device,
-    )
+    args = inputs(2, 150, 2, 4, K, V, lengths=lengths, h0_dtype=FP32, state_v_first=state_v_first, device=device)
     double = {**args, **{name: x.double() for name, x in floats(args).items()}}
     g_cumsum, A, o, h, ht = ours = chunk_gated_delta_rule_fwd(**args, output_h=True)
     theirs = chunk_gated_delta_rule_fwd(**double, output_h=True)
@@ -725,13 +696,7 @@ def test_forward_alone_records_no_graph(device):
 def test_backward_alone(device, regime, with_dht, h0_dtype, state_v_first):
     """As frameworks with an autograd of their own call it; dh0 also where nothing used ht."""
     args = inputs(
-        regime=regime,
-        H=2,
-        HV=4,
-        lengths=[70, 0, 30],
-        h0_dtype=h0_dtype,
-        state_v_first=state_v_first,
-        device=device,
+        regime=regime, H=2, HV=4, lengths=[70, 0, 30], h0_dtype=h0_dtype, state_v_first=state_v_first, device=device
     )
     fwd = chunk_gated_delta_rule_fwd(**args)
     do = torch.randn_like(fwd.o)
@@ -787,9 +752,7 @@ def test_gradients_under_strong_decay(device, extreme):
 @pytest.mark.parametrize("h0_dtype", [None, FP32, BF16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradients_with_and_without_every_optional_input(
-    device, packed, gated, h0_dtype, final_state
-):
+def test_gradients_with_and_without_every_optional_input(device, packed, gated, h0_dtype, final_state):
     """A backward once returned one gradient too many, and one of h0 only if ht had one."""
     lengths = [60, 0, 40] if packed else None
     args = inputs(1, 100, 1, 2, lengths=lengths, h0_dtype=h0_dtype, device=device)

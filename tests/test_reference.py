@@ -17,11 +17,7 @@ K, V = 6, 4
 # Around the chunk of 64, its sub-blocks of 16 that the kernels invert, and a second chunk.
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 49, 63, 64, 65, 100, 127, 128, 129, 130)
 
-ACTIVATIONS = {
-    "use_qk_l2norm_in_kernel": True,
-    "use_gate_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
-}
+ACTIVATIONS = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 
 def problem(*args, **kwargs):

@@ -44,11 +44,7 @@ def test_pack_drops_nan_padding_and_is_differentiable():
 @pytest.mark.parametrize(
     ("call", "shape", "message"),
     [
-        (
-            pack,
-            (2, 9, 4),
-            r"x must have shape \[N, T_max, ...\] = \[3, >= 5, ...\], got \[2, 9, 4\]",
-        ),
+        (pack, (2, 9, 4), r"x must have shape \[N, T_max, ...\] = \[3, >= 5, ...\], got \[2, 9, 4\]"),
         (pack, (3, 4), r"x must have shape \[N, T_max, ...\] = \[3, >= 5, ...\], got \[3, 4\]"),
         (unpack, (2, 9), r"x must have shape \[1, T, ...\] = \[1, >= 8, ...\], got \[2, 9\]"),
         (unpack, (1, 7), r"x must have shape \[1, T, ...\] = \[1, >= 8, ...\], got \[1, 7\]"),

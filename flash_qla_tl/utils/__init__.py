@@ -4,11 +4,4 @@ from flash_qla_tl.utils.index import pack, prepare_chunk_indices, prepare_chunk_
 from flash_qla_tl.utils.norm import l2norm
 from flash_qla_tl.utils.profile import profile
 
-__all__ = [
-    "l2norm",
-    "pack",
-    "prepare_chunk_indices",
-    "prepare_chunk_offsets",
-    "profile",
-    "unpack",
-]
+__all__ = ["l2norm", "pack", "prepare_chunk_indices", "prepare_chunk_offsets", "profile", "unpack"]

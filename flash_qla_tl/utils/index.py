@@ -25,9 +25,7 @@ def pack(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     lengths = cu_seqlens.diff()
     N, T_max = lengths.numel(), _longest(lengths)
     if x.ndim < 2 or x.shape[0] != N or x.shape[1] < T_max:
-        raise ValueError(
-            f"x must have shape [N, T_max, ...] = [{N}, >= {T_max}, ...], got {list(x.shape)}"
-        )
+        raise ValueError(f"x must have shape [N, T_max, ...] = [{N}, >= {T_max}, ...], got {list(x.shape)}")
     return x[_valid(lengths, x.shape[1])].unsqueeze(0)
 
 
@@ -47,9 +45,7 @@ def unpack(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     lengths = cu_seqlens.diff()
     total = int(cu_seqlens[-1])
     if x.ndim < 2 or x.shape[0] != 1 or x.shape[1] < total:
-        raise ValueError(
-            f"x must have shape [1, T, ...] = [1, >= {total}, ...], got {list(x.shape)}"
-        )
+        raise ValueError(f"x must have shape [1, T, ...] = [1, >= {total}, ...], got {list(x.shape)}")
     T_max = _longest(lengths)
     out = x.new_zeros(lengths.numel(), T_max, *x.shape[2:])
     out[_valid(lengths, T_max)] = x[0, :total]
@@ -65,9 +61,7 @@ def prepare_chunk_offsets(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
 def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
     """``[NT, 2]``: for every chunk its sequence, and its place among that sequence's chunks."""
     offsets = prepare_chunk_offsets(cu_seqlens, chunk_size)
-    sequence = torch.arange(len(offsets) - 1, device=offsets.device).repeat_interleave(
-        offsets.diff()
-    )
+    sequence = torch.arange(len(offsets) - 1, device=offsets.device).repeat_interleave(offsets.diff())
     place = torch.arange(len(sequence), device=offsets.device) - offsets[sequence]
     return torch.stack((sequence, place), dim=1).to(cu_seqlens.dtype)
 

@@ -111,7 +111,7 @@ def build(config: Config):
     PRODUCER = AUX + 128
     THREADS = PRODUCER + 128
     AUX_BARRIER = 15  # TileLang numbers its own from 3 up
-    # With one state warpgroup there are registers to keep Q S in flight behind K S, and K Q^T behind the inverse.
+    # One state warpgroup alone has the registers to keep Q S in flight behind K S.
     early = NW == 1
     B, num_tokens, H, HV = (T.dynamic(name) for name in ("B", "num_tokens", "H", "HV"))
     strides = {x: tuple(T.dynamic(f"{x}_stride_{i}", "int64") for i in "bth") for x in "qkvo"}
@@ -233,11 +233,12 @@ def build(config: Config):
 
             if i_n == num_seqs:
                 # Packed input: what lies past the last sequence is zero.
+                pad = T.make_tensor_from_addr(o_address + (row0 * HV + i_hv) * (V * 2), (1 << 60,), dtype)
                 for r in T.serial((length * (VR // 8) + THREADS - 1) // THREADS):
                     i = r * THREADS + tx
                     if i < length * (VR // 8):
                         for j in T.vectorized(8):
-                            o[0, T.cast(bos + i // (VR // 8), "int64"), i_hv, v0 + i % (VR // 8) * 8 + j] = T.cast(
+                            pad[T.cast(i // (VR // 8), "int64") * (HV * V) + v0 + i % (VR // 8) * 8 + j] = T.cast(
                                 0.0, dtype
                             )
                 if emit:
@@ -346,8 +347,6 @@ def build(config: Config):
                 product(k_s[0, :, :], k_s[0, :, :], kk)
                 T.wait_wgmma(0)
                 for i in T.serial(num_chunks):
-                    if early:
-                        product(k_s[s, :, :], q_s[s, :, :], kq)
                     device(
                         "qla_solve_diagonal",
                         kk.data,
@@ -359,10 +358,9 @@ def build(config: Config):
                     device("qla_solve_rows", T.address_of(table[s, 0]), T.address_of(x_s[0, 0]), T.address_of(t_s[s, 0, 0]), AUX_BARRIER,
                         T.if_then_else(v0 == 0, A_address + ((row0 + i * CHUNK) * HV + i_hv) * (CHUNK * 2), T.int64(0)) if emit else T.int64(0), HV * CHUNK, length - i * CHUNK,
                     )  # fmt: skip
-                    if not early:
-                        # Cleared, though the product overwrites it: else its registers stay taken all along.
-                        T.clear(kq)
-                        product(k_s[s, :, :], q_s[s, :, :], kq)
+                    # Cleared, though the product overwrites it: else its registers stay taken all along.
+                    T.clear(kq)
+                    product(k_s[s, :, :], q_s[s, :, :], kq)
                     done = T.alloc_var("int32")
                     done = s
                     advance(s, phase)
