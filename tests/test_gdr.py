@@ -188,12 +188,19 @@ def test_script(monkeypatch, capsys):
     ids=str,
 )
 def test_sets_on_the_gpu(shape, auto_cp):
-    fla = import_fla()
-    errors, _ = case(shape, "cuda", backward=True, auto_cp=auto_cp, fla=fla)
+    # Their backward in float64 takes longest: the long ones are tried without.
+    errors, _ = case(shape, "cuda", backward=shape.tokens <= 1024, auto_cp=auto_cp)
     assert all(error <= CAP for error in errors[report.OURS].values())
-    if fla is not None:
-        # Another implementation that is right: what we compute is what FLA computes.
-        assert all(error <= 0.02 for error in errors["fla"].values())
+
+
+@pytest.mark.gpu
+def test_computes_what_fla_computes():
+    """Another implementation that is right, on one shape: it compiles and tunes anew for each."""
+    fla = import_fla()
+    if fla is None:
+        pytest.skip("fla-core is not installed")
+    errors, _ = case(shapes("varlen", 12)[0], "cuda", backward=True, auto_cp=True, fla=fla)
+    assert all(error <= 0.02 for error in errors["fla"].values())
 
 
 if __name__ == "__main__":

@@ -35,16 +35,22 @@ def profile(
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
+
+    def settle():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
     for _ in range(wait):
         fn(*args, **kwargs)
+    settle()
     with torch.profiler.profile(
         activities=activities, schedule=schedule(wait=0, warmup=warmup, active=rep, repeat=1)
     ) as profiler:
         for call in range(warmup + rep):
-            if call == warmup and torch.cuda.is_available():
-                # Kernels of the warm-up that still run would be counted.
-                torch.cuda.synchronize()
             fn(*args, **kwargs)
+            if call in (warmup - 1, warmup + rep - 1):
+                # Kernels that still run where the recording starts would be counted, where it ends lost.
+                settle()
             profiler.step()
 
     events = [e for e in profiler.events() if not e.is_user_annotation]
