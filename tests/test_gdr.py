@@ -199,7 +199,7 @@ def test_computes_what_fla_computes():
     fla = import_fla()
     if fla is None:
         pytest.skip("fla-core is not installed")
-    errors, _ = case(shapes("varlen", 12)[0], "cuda", backward=True, auto_cp=True, fla=fla)
+    errors, _ = case(shapes("varlen", 12)[0], "cuda", backward=False, auto_cp=True, fla=fla)
     assert all(error <= 0.02 for error in errors["fla"].values())
 
 

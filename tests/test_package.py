@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[1]
 
 def python(code, **env):
     """Run code in a fresh process that imports flash_qla_tl from where this one has it."""
-    path = str(Path(flash_qla_tl.__file__).parents[1])
+    paths = [str(Path(flash_qla_tl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         # One thread: several that wait for one another crawl on a loaded machine.
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **env},
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -49,6 +49,9 @@ def test_public_names():
         "chunk_gated_delta_rule",
         "chunk_gated_delta_rule_bwd",
         "chunk_gated_delta_rule_fwd",
+        "chunk_kda",
+        "get_workspace_size",
+        "kda_fwd",
     }
     assert set(utils.__all__) == {
         "l2norm",
