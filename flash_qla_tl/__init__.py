@@ -10,5 +10,14 @@ if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
 from flash_qla_tl.gated_delta_rule import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+from flash_qla_tl.kda import chunk_kda, get_workspace_size, kda_fwd
 
-__all__ = ["__version__", "chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "chunk_gated_delta_rule_fwd"]
+__all__ = [
+    "__version__",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_bwd",
+    "chunk_gated_delta_rule_fwd",
+    "chunk_kda",
+    "get_workspace_size",
+    "kda_fwd",
+]

@@ -4,6 +4,7 @@ A refusal names the argument, what was expected in letters and numbers, and what
 below the public functions checks again.
 """
 
+import math
 import os
 from numbers import Real
 
@@ -42,6 +43,87 @@ def gated_delta_rule(
         TypeError: an argument is no tensor (or, for ``scale``, no number), or its dtype is wrong.
         ValueError: a shape, device, option or the contents of ``cu_seqlens`` are wrong.
     """
+    _options(scale, chunk_size, backend, allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    if use_gate_in_kernel and g is None:
+        raise ValueError("g must be a tensor with use_gate_in_kernel=True, got None")
+    if use_gate_in_kernel and A_log is None:
+        raise ValueError("A_log must be a tensor with use_gate_in_kernel=True, got None")
+
+    B, T, H, K, HV, V = _heads(q, k, v)
+    if g is not None:
+        _argument("g", g, q, "B, T, HV", [B, T, HV])
+    _argument("beta", beta, q, "B, T, HV", [B, T, HV])
+    N = _sequences(cu_seqlens, cu_seqlens_cpu, q)
+    states = {"initial_state": initial_state, "dht": dht}
+    _states(states, q, [N, HV, K, V], state_v_first)
+    if use_gate_in_kernel:
+        _argument("A_log", A_log, q, "HV", [HV])
+        if dt_bias is not None:
+            _argument("dt_bias", dt_bias, q, "HV", [HV])
+
+
+def gated_delta_rule_bwd(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, A: Tensor, do: Tensor, **others
+) -> None:
+    """Check a call of its backward; ``others`` and errors as for :func:`gated_delta_rule`."""
+    gated_delta_rule(q, k, v, g, beta, **others)
+    B, T, HV, V = v.shape
+    _argument("A", A, q, "B, T, HV, 64", [B, T, HV, 64])
+    _argument("do", do, q, "B, T, HV, V", [B, T, HV, V])
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    chunk_size: int = 64,
+    backend: str = "auto",
+    out: Tensor | None = None,
+    final_state: Tensor | None = None,
+) -> None:
+    """Check a call of Kimi Delta Attention; errors as for :func:`gated_delta_rule`."""
+    _options(scale, chunk_size, backend, allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    if use_gate_in_kernel:
+        _lower_bound(lower_bound, safe_gate, A_log)
+
+    B, T, H, K, HV, V = _heads(q, k, v)
+    _argument("g", g, q, "B, T, HV, K", [B, T, HV, K])
+    _argument("beta", beta, q, "B, T, HV", [B, T, HV])
+    N = _sequences(cu_seqlens, cu_seqlens_cpu, q)
+    states = {"initial_state": initial_state, "final_state": final_state}
+    _states(states, q, [N, HV, K, V], state_v_first)
+    if use_gate_in_kernel:
+        if A_log is not None:
+            _argument("A_log", A_log, q, "HV", [HV])
+        if dt_bias is not None:
+            _tensor("dt_bias", dt_bias, FLOATS, q.device)
+            if list(dt_bias.shape) not in ([HV, K], [HV * K]):
+                raise ValueError(
+                    f"dt_bias must have shape [HV, K] or [HV*K] = {[HV, K]} or {[HV * K]}, got {list(dt_bias.shape)}"
+                )
+    if out is not None:
+        _tensor("out", out, (q.dtype,), q.device)
+        _shape("out", out, "B, T, HV, V", [B, T, HV, V])
+
+
+def _options(
+    scale: float | None, chunk_size: int, backend: str, allow_neg_eigval: bool, use_beta_sigmoid_in_kernel: bool
+) -> None:
     if chunk_size != 64:
         raise ValueError(f"chunk_size must be 64, got {chunk_size!r}")
     if backend not in BACKENDS:
@@ -50,13 +132,25 @@ def gated_delta_rule(
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True, got False")
-    if use_gate_in_kernel and g is None:
-        raise ValueError("g must be a tensor with use_gate_in_kernel=True, got None")
-    if use_gate_in_kernel and A_log is None:
-        raise ValueError("A_log must be a tensor with use_gate_in_kernel=True, got None")
-    if cu_seqlens_cpu is not None and cu_seqlens is None:
-        raise ValueError("cu_seqlens must be a tensor with cu_seqlens_cpu, got None")
 
+
+def _lower_bound(lower_bound: float | None, safe_gate: bool, A_log: Tensor | None) -> None:
+    if lower_bound is None:
+        if safe_gate:
+            raise ValueError("lower_bound must be at least -5 and below 0 with safe_gate=True, got None")
+        if A_log is None:
+            raise ValueError("A_log must be a tensor with use_gate_in_kernel=True and no lower_bound, got None")
+        return
+    if not isinstance(lower_bound, Real):
+        raise TypeError(f"lower_bound must be a number or None, got {type(lower_bound).__name__}")
+    if safe_gate and not -5 <= lower_bound < 0:
+        raise ValueError(f"lower_bound must be at least -5 and below 0 with safe_gate=True, got {lower_bound}")
+    if not -math.inf < lower_bound <= 0:
+        raise ValueError(f"lower_bound must be finite and at most 0, got {lower_bound}")
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int, int]:
+    """B, T, H, K, HV, V."""
     _tensor("q", q, FLOATS, None)
     if q.ndim != 4 or min(q.shape[2:]) < 1:
         raise ValueError(f"q must have shape [B, T, H, K] with H and K at least 1, got {list(q.shape)}")
@@ -71,36 +165,33 @@ def gated_delta_rule(
     HV, V = v.shape[2:]
     if HV % H:
         raise ValueError(f"v must have shape [B, T, HV, V] with HV a multiple of H = {H}, got {list(v.shape)}")
-    for name, x in (("g", g), ("beta", beta)):
-        if x is not None or name == "beta":
-            _tensor(name, x, FLOATS, q.device)
-            _shape(name, x, "B, T, HV", [B, T, HV])
+    return B, T, H, K, HV, V
 
+
+def _sequences(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tensor) -> int:
+    """N."""
     if cu_seqlens is not None:
         _cu_seqlens(cu_seqlens, cu_seqlens_cpu, q)
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+        return len(cu_seqlens) - 1
+    if cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens must be a tensor with cu_seqlens_cpu, got None")
+    return q.shape[0]
 
-    state = ("N, HV, V, K", [N, HV, V, K]) if state_v_first else ("N, HV, K, V", [N, HV, K, V])
-    activation = ("HV", [HV])
-    optional = [("initial_state", initial_state, *state), ("dht", dht, *state)]
-    if use_gate_in_kernel:
-        optional += [("A_log", A_log, *activation), ("dt_bias", dt_bias, *activation)]
-    for name, x, letters, numbers in optional:
+
+def _states(states: dict[str, Tensor | None], q: Tensor, numbers: list[int], state_v_first: bool) -> None:
+    letters = "N, HV, K, V"
+    if state_v_first:
+        N, HV, K, V = numbers
+        letters, numbers = "N, HV, V, K", [N, HV, V, K]
+    for name, x in states.items():
         if x is not None:
-            _tensor(name, x, FLOATS, q.device)
-            _shape(name, x, letters, numbers)
+            _argument(name, x, q, letters, numbers)
 
 
-def gated_delta_rule_bwd(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, A: Tensor, do: Tensor, **others
-) -> None:
-    """Check a call of its backward; ``others`` and errors as for :func:`gated_delta_rule`."""
-    gated_delta_rule(q, k, v, g, beta, **others)
-    B, T, HV, V = v.shape
-    _tensor("A", A, FLOATS, q.device)
-    _shape("A", A, "B, T, HV, 64", [B, T, HV, 64])
-    _tensor("do", do, FLOATS, q.device)
-    _shape("do", do, "B, T, HV, V", [B, T, HV, V])
+def _argument(name: str, x: object, q: Tensor, letters: str, numbers: list[int]) -> None:
+    """Of any float dtype, on the device of q."""
+    _tensor(name, x, FLOATS, q.device)
+    _shape(name, x, letters, numbers)
 
 
 def _tensor(name: str, x: object, dtypes: tuple, device: torch.device | None) -> None:

@@ -6,8 +6,6 @@ itself is in reference.py, its chunked form in docs/math.md.
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,11 +13,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_qla_tl import checks
+from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
 from flash_qla_tl.kernels.common import target
 from flash_qla_tl.ops.utils import chunk_local_cumsum
 from flash_qla_tl.reference import activate
-from flash_qla_tl.torch_chunked import chunked
+from flash_qla_tl.torch_chunked import chunked, states_by_chunk
 from flash_qla_tl.utils.index import prepare_chunk_offsets
+
+OPERATOR = "the gated delta rule"
 
 
 class ChunkGatedDeltaRuleFwd(NamedTuple):
@@ -122,11 +123,7 @@ def chunk_gated_delta_rule(
         raise ValueError("head_first must be False (layout [B, T, H, K]), got True")
     if cp_context is not None:
         raise NotImplementedError("cp_context must be None: no context parallelism between GPUs")
-    if transpose_state_layout is not None:
-        if state_v_first:
-            raise ValueError("transpose_state_layout must be None with state_v_first, got both")
-        warnings.warn("transpose_state_layout is deprecated, use state_v_first", DeprecationWarning, stacklevel=2)
-        state_v_first = transpose_state_layout
+    state_v_first = state_layout(state_v_first, transpose_state_layout)
     checks.gated_delta_rule(
         q,
         k,
@@ -150,11 +147,11 @@ def chunk_gated_delta_rule(
         scale = q.shape[3] ** -0.5
     if not use_gate_in_kernel:
         A_log = dt_bias = None
-    on_kernels = _on_kernels(q, k, v, backend)
+    in_kernels = on_kernels(OPERATOR, target.refusal(q, k, v), q, backend)
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
-    if on_kernels and not needs_grad:
+    if in_kernels and not needs_grad:
         from flash_qla_tl.kernels.gated_delta_rule.fused_fwd import fused_fwd
 
         out = fused_fwd(
@@ -182,6 +179,7 @@ def chunk_gated_delta_rule(
         k,
         g,
         beta,
+        cu_seqlens=cu_seqlens,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         A_log=A_log,
@@ -189,14 +187,14 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
     )
-    if on_kernels:
+    if in_kernels:
         return _ChunkGatedDeltaRule.apply(
             q.to(dtype), k.to(dtype), v, g, beta, initial_state, cu_seqlens, scale, output_final_state, state_v_first
         )
     boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    h0 = _k_first(initial_state, state_v_first)
+    h0 = k_first(initial_state, state_v_first)
     out = chunked(q, k, v, g, beta, scale, h0, boundaries)
-    return out.o.to(dtype), _k_first(out.ht, state_v_first) if output_final_state else None
+    return out.o.to(dtype), k_first(out.ht, state_v_first) if output_final_state else None
 
 
 @torch.no_grad()
@@ -255,7 +253,7 @@ def chunk_gated_delta_rule_fwd(
     if cu_seqlens_cpu is not None:
         num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
 
-    if _on_kernels(q, k, v, "auto"):
+    if on_kernels(OPERATOR, target.refusal(q, k, v), q, "auto"):
         from flash_qla_tl.kernels.gated_delta_rule.fused_fwd import fused_fwd
 
         out = fused_fwd(
@@ -276,22 +274,17 @@ def chunk_gated_delta_rule_fwd(
         return ChunkGatedDeltaRuleFwd(out.g_cumsum, out.A, out.o, out.h, out.ht)
 
     boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    h0 = _k_first(initial_state, state_v_first)
+    h0 = k_first(initial_state, state_v_first)
     out = chunked(q, k, v, g, beta, scale, h0, boundaries)
     h = None
     if output_h:
-        h = _k_first(out.h[out.chunks.by_sequence], state_v_first).to(k.dtype)
-        if cu_seqlens is None:
-            h = h.unflatten(0, (q.shape[0], -(-q.shape[1] // 64)))
-        else:
-            NT = num_chunks if num_chunks is not None else q.shape[1] // 64 + len(cu_seqlens) - 1
-            h = torch.cat((h, h.new_zeros(NT - len(h), *h.shape[1:]))).unsqueeze(0)
+        h = states_by_chunk(out.h, out.chunks, cu_seqlens, num_chunks, state_v_first).to(k.dtype)
     return ChunkGatedDeltaRuleFwd(
         out.chunks.join(out.g_cumsum),
         out.chunks.join(out.A).to(k.dtype),
         out.o.to(q.dtype),
         h,
-        _k_first(out.ht, state_v_first) if output_final_state else None,
+        k_first(out.ht, state_v_first) if output_final_state else None,
     )
 
 
@@ -346,7 +339,7 @@ def chunk_gated_delta_rule_bwd(
     )
     if scale is None:
         scale = q.shape[3] ** -0.5
-    h0 = _k_first(initial_state, state_v_first)
+    h0 = k_first(initial_state, state_v_first)
     if h0 is not None:
         h0 = h0.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, beta, g, h0)]
@@ -356,13 +349,13 @@ def chunk_gated_delta_rule_bwd(
         out = chunked(q_, k_, v_, g_, beta_, scale, h0_, cu_seqlens, g_is_cumsum=True)
         pairs = [(out.o, do)]
         if dht is not None and out.ht.requires_grad:
-            pairs.append((out.ht, _k_first(dht, state_v_first)))
+            pairs.append((out.ht, k_first(dht, state_v_first)))
         outputs, weights = zip(*((x, d.to(x.dtype)) for x, d in pairs), strict=True)
         found = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None], weights))
     dq, dk, dv, db, dg, dh0 = (None if x is None else next(found) for x in leaves)
     if dg is not None:
         dg = chunk_local_cumsum(dg, 64, cu_seqlens, reverse=True).to(g.dtype)
-    return ChunkGatedDeltaRuleBwd(dq, dk, dv, db, dg, _k_first(dh0, state_v_first))
+    return ChunkGatedDeltaRuleBwd(dq, dk, dv, db, dg, k_first(dh0, state_v_first))
 
 
 class _ChunkGatedDeltaRule(torch.autograd.Function):
@@ -404,24 +397,3 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         )
         grads = zip((d.dq, d.dk, d.dv, d.dg, d.db, d.dh0), ctx.dtypes, strict=True)
         return *(None if x is None else x.to(dtype) for x, dtype in grads), None, None, None, None
-
-
-def _on_kernels(q: Tensor, k: Tensor, v: Tensor, backend: str) -> bool:
-    if backend == "torch":
-        return False
-    reason = target.refusal(q, k, v)
-    if reason is not None and backend == "tilelang":
-        raise ValueError(f"backend must be 'auto' or 'torch' for these tensors, got 'tilelang': {reason}")
-    if reason is not None and q.is_cuda:
-        _say_why(reason)
-    return reason is None
-
-
-@cache
-def _say_why(reason: str) -> None:
-    warnings.warn(f"the gated delta rule runs in torch instead of its kernels: {reason}", stacklevel=4)
-
-
-def _k_first(state: Tensor | None, state_v_first: bool) -> Tensor | None:
-    """A state between the caller's layout and [.., K, V]; the swap undoes itself."""
-    return state.mT if state_v_first and state is not None else state

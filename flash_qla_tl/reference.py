@@ -18,6 +18,7 @@ def activate(
     g: Tensor | None,
     beta: Tensor,
     *,
+    cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
@@ -34,19 +35,29 @@ def activate(
     twice that with ``allow_neg_eigval``. What changes is returned in fp32 (float64 for float64 q).
 
     ``g`` is ``[B, T, HV]`` or ``[B, T, HV, K]``; ``dt_bias`` is shaped like a token of it, or flat.
+    Rows past ``cu_seqlens[-1]`` count as zeros.
     """
     dtype = compute_dtype(q)
+
+    def read(x):
+        x = x.to(dtype)
+        if cu_seqlens is None:
+            return x
+        # What stands in the padding may be NaN, which not even a gradient of 0 would pass by.
+        padding = torch.arange(x.shape[1], device=x.device) >= cu_seqlens[-1]
+        return x.masked_fill(padding.view(-1, *(1 for _ in x.shape[2:])), 0)
+
     if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q.to(dtype)), l2norm(k.to(dtype))
+        q, k = l2norm(read(q)), l2norm(read(k))
     if use_gate_in_kernel:
-        g = g.to(dtype)
+        g = read(g)
         if dt_bias is not None:
-            g = g + dt_bias.to(dtype).view(g.shape[2:])
+            g = g + dt_bias.to(dtype).reshape(g.shape[2:])
         # Every head has its own factor, the same for all of its channels.
         rate = 1 if A_log is None else A_log.to(dtype).exp().view(-1, *(1 for _ in g.shape[3:]))
         g = -rate * F.softplus(g) if lower_bound is None else lower_bound * (rate * g).sigmoid()
     if use_beta_sigmoid_in_kernel:
-        beta = beta.to(dtype).sigmoid() * (2 if allow_neg_eigval else 1)
+        beta = read(beta).sigmoid() * (2 if allow_neg_eigval else 1)
     return q, k, g, beta
 
 
@@ -83,7 +94,7 @@ def gated_delta_rule(
     dtype = dtype or q.dtype
     if g is None:
         g = torch.zeros_like(beta)
-    q, k, v, g, beta = _prepare(q, k, v, g, beta, dtype, activations)
+    q, k, v, g, beta = _prepare(q, k, v, g, beta, cu_seqlens, dtype, activations)
     return _recurrence(q, k, v, g[..., None], beta, scale, initial_state, cu_seqlens, state_v_first)
 
 
@@ -105,13 +116,13 @@ def kda(
 
     Arguments as for :func:`flash_qla_tl.chunk_kda`, results as of :func:`gated_delta_rule`.
     """
-    q, k, v, g, beta = _prepare(q, k, v, g, beta, dtype or q.dtype, activations)
+    q, k, v, g, beta = _prepare(q, k, v, g, beta, cu_seqlens, dtype or q.dtype, activations)
     return _recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, state_v_first)
 
 
-def _prepare(q, k, v, g, beta, dtype, activations):
+def _prepare(q, k, v, g, beta, cu_seqlens, dtype, activations):
     # The activations keep to their own precision; what they return is rounded like an input.
-    q, k, g, beta = activate(*(x.to(dtype) for x in (q, k, g, beta)), **activations)
+    q, k, g, beta = activate(*(x.to(dtype) for x in (q, k, g, beta)), cu_seqlens=cu_seqlens, **activations)
     return tuple(x.to(dtype) for x in (q, k, v, g, beta))
 
 

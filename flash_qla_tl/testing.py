@@ -6,9 +6,12 @@ from torch import Tensor
 
 from flash_qla_tl.reference import activate
 from flash_qla_tl.torch_chunked import chunked
+from flash_qla_tl.torch_kda import chunked_kda
 from flash_qla_tl.utils.norm import l2norm
 
 GATES = ("model", "zero", "strong", "mixed", "reset")
+KDA_LOWER_BOUND_GATES = ("saturated", "faint", "normal", "steep", "bias 2", "bias -2")
+KDA_GATES = (*KDA_LOWER_BOUND_GATES, "softplus", "zero", "reset", "half", "spike")
 
 # The largest relative errors we accept of 16-bit kernels, whatever the emulation says.
 CAP = 0.008
@@ -89,6 +92,72 @@ def inputs(
     return args
 
 
+def kda_gate(regime: str, *shape: int, device: torch.device | str = "cpu") -> dict:
+    """What :func:`flash_qla_tl.chunk_kda` is told of its gate, by keyword; g ``[B, T, HV, K]`` fp32.
+
+    Inside, with a lower bound of -5:
+
+    - "saturated", "faint": logits of 20 and of -20, decays of -5 and of nearly 0.
+    - "normal", "steep": logits from randn with ``A_log`` of 0 and of 3.
+    - "bias 2", "bias -2": "normal" with that ``dt_bias``.
+
+    Inside, without one:
+
+    - "softplus": about -20 a token.
+
+    Outside:
+
+    - "zero": no decay.
+    - "reset": -1000 at 5% of all tokens and channels, -0.01 at the others.
+    - "half": -20 on every other channel, 0 on the rest.
+    - "spike": -20 at one token in 64, -0.01 at the others.
+    """
+    HV, K = shape[2:]
+    g = torch.randn(*shape, device=device)
+    if regime in KDA_LOWER_BOUND_GATES or regime == "softplus":
+        A_log, dt_bias = torch.zeros(HV, device=device), torch.zeros(HV, K, device=device)
+        args = {"g": g, "use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+        if regime == "softplus":
+            A_log.fill_(16).log_()
+            g.mul_(0.5).add_(0.9)
+            return args
+        if regime in ("saturated", "faint"):
+            g.fill_(20 if regime == "saturated" else -20)
+        elif regime == "steep":
+            A_log.fill_(3)
+        elif regime != "normal":
+            dt_bias.fill_(int(regime.removeprefix("bias ")))
+        return {**args, "lower_bound": -5.0}
+    g.fill_(-0.01)
+    if regime == "zero":
+        g.zero_()
+    elif regime == "reset":
+        g = g.masked_fill(torch.rand(*shape, device=device) < 0.05, -1000)
+    elif regime == "half":
+        g.zero_()[..., ::2] = -20
+    elif regime == "spike":
+        g[:, 20::64] = -20
+    else:
+        raise ValueError(f"regime must be one of {', '.join(KDA_GATES)}, got {regime!r}")
+    return {"g": g}
+
+
+def kda_inputs(
+    *args: int, regime: str = "normal", activations: bool = True, g_dtype: torch.dtype = torch.float32, **kwargs: object
+) -> dict:
+    """Random arguments of :func:`flash_qla_tl.chunk_kda`, by keyword; others as for :func:`inputs`.
+
+    With ``activations``, the L2 norm of keys and queries and the sigmoid of beta are inside.
+    """
+    given = inputs(*args, normalised=not activations, **kwargs)
+    gate = kda_gate(regime, *given["v"].shape[:3], given["q"].shape[3], device=given["q"].device)
+    given |= {**gate, "g": gate["g"].to(g_dtype)}
+    if activations:
+        given["beta"] = torch.randn_like(given["beta"])
+        given |= {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    return given
+
+
 def emulated(
     q: Tensor,
     k: Tensor,
@@ -106,15 +175,17 @@ def emulated(
 
     The chunked form with every factor of a tensor-core product rounded to the dtype of ``q`` (bf16
     or fp16), sums, states, gates and the inverse in fp32, and ``o`` rounded at the end.
-    ``activations`` are the keywords of :func:`flash_qla_tl.reference.activate`.
+    ``activations`` are the keywords of :func:`flash_qla_tl.reference.activate`. A ``g`` with a decay
+    for every channel, ``[B, T, HV, K]``, makes it Kimi Delta Attention.
     """
     dtype = q.dtype
-    q, k, g, beta = activate(q, k, g, beta, **activations)
+    q, k, g, beta = activate(q, k, g, beta, cu_seqlens=cu_seqlens, **activations)
     if scale is None:
         scale = q.shape[3] ** -0.5
     h0 = initial_state.mT if state_v_first and initial_state is not None else initial_state
     rounded = lambda x: x.to(dtype).to(x.dtype)  # noqa: E731
-    out = chunked(q, k, v, g, beta, scale, h0, cu_seqlens, operand=rounded)
+    run = chunked_kda if g is not None and g.ndim == 4 else chunked
+    out = run(q, k, v, g, beta, scale, h0, cu_seqlens, operand=rounded)
     return out.o.to(dtype), out.ht.mT if state_v_first else out.ht
 
 

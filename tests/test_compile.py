@@ -9,7 +9,7 @@ import pytest
 tilelang = pytest.importorskip("tilelang")
 
 from flash_qla_tl.kernels.common.target import SMEM_CAPACITY, TARGET  # noqa: E402
-from flash_qla_tl.kernels.gated_delta_rule import fused_fwd, prepare  # noqa: E402
+from flash_qla_tl.kernels.gated_delta_rule import chunk_bwd, chunk_states, fused_fwd, prepare  # noqa: E402
 
 
 def nvcc() -> str | None:
@@ -28,6 +28,10 @@ SPILL_BYTES = 64
 # store warps, which wait most of the time, and to the auxiliary warpgroup outside its dependent chain; fewer
 # registers for the state warpgroups would serialize their wgmma (C7512), which costs more.
 FUSED_FWD_SPILL_BYTES = {64: SPILL_BYTES, 128: 256}  # by VR
+
+# Two accumulator registers of a compute thread spill once a head, beside some 20 products; the rest once a chunk or in the
+# warps that load and store.
+CHUNK_BWD_SPILL_BYTES = 320
 
 
 def compile_report(func, tmp_path):
@@ -64,6 +68,17 @@ def test_fused_fwd(config, tmp_path):
     source = check(func, tmp_path, FUSED_FWD_SPILL_BYTES[config.VR])
     # The state is the register operand of its products, and tiles come and go by TMA.
     assert "wgmma_rs" in source and "tma_load" in source and "tma_store" in source
+
+
+@pytest.mark.parametrize("config", chunk_states.configs(), ids=str)
+def test_chunk_states(config, tmp_path):
+    source = check(chunk_states.build.get_tir(config), tmp_path)
+    assert "wgmma_rs" in source and "tma_load" in source and "tma_store" in source
+
+
+@pytest.mark.parametrize("config", chunk_bwd.configs(), ids=str)
+def test_chunk_bwd(config, tmp_path):
+    check(chunk_bwd.build.get_tir(config), tmp_path, CHUNK_BWD_SPILL_BYTES)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -16,12 +16,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from flash_qla_tl import (
-    chunk_gated_delta_rule,
-    chunk_gated_delta_rule_bwd,
-    chunk_gated_delta_rule_fwd,
-    gated_delta_rule,
-)
+from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd, dispatch
 from flash_qla_tl.testing import CAP, CAP_NEG_EIGVAL, GATES, budget, emulated, gate, inputs, rel_l2
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -145,6 +140,13 @@ def test_lengths_packed(device, regime):
     check(inputs(H=1, HV=2, lengths=lengths, regime=regime, h0_dtype=FP32, device=device))
 
 
+@on_gpu
+@pytest.mark.parametrize("H, HV", [(1, 8), (3, 12), (5, 5)])
+def test_gradients_of_a_group(H, HV):
+    """dq and dk are summed over the value heads of a group; the last chunk comes round the ring again."""
+    check_gradients(inputs(1, 200, H, HV, 128, h0_dtype=FP32, device="cuda"))
+
+
 @pytest.mark.parametrize("T", TAILS)
 def test_lengths_dense(device, T):
     check(inputs(2, T, 1, 2, h0_dtype=FP32, device=device))
@@ -154,7 +156,9 @@ def test_ragged_behind_full_chunks(device):
     """A kernel keeps three chunks in flight: a last chunk in every place of that ring, once round and again."""
     chunks = range(2, 9) if device == "cuda" else (3,)
     lengths = [64 * n + tail for n in chunks for tail in (1, 40)]
-    check(inputs(H=1, HV=2, K=128, lengths=lengths, h0_dtype=FP32, device=device))
+    args = inputs(H=1, HV=2, K=128, lengths=lengths, h0_dtype=FP32, device=device)
+    check(args)
+    check_gradients(args)
 
 
 @pytest.mark.parametrize("tail", [17, 33, 49, 63, 64 + 17, 64 + 33])
@@ -382,6 +386,18 @@ def test_rows_past_the_last_sequence(device, lengths, T):
         assert grad.sum().isfinite(), name
 
 
+def test_rows_past_the_last_sequence_in_the_activations(device):
+    """A gradient of 0 times a derivative of NaN once reached the parameters of the gate."""
+    args = inputs(H=1, HV=2, lengths=[73, 42], T=140, device=device)
+    for name in TOKENS:
+        args[name][:, 115:] = torch.nan
+    args |= {"A_log": torch.zeros(2, device=device), "dt_bias": torch.zeros(2, device=device)}
+    run_all = lambda args: run(args, use_gate_in_kernel=True, **NORM, **SIGMOID)  # noqa: E731
+    o, ht = run_all(args)
+    grads = gradients(run_all, args, (torch.randn_like(o), torch.randn_like(ht)))
+    assert all(grad.isfinite().all() for grad in grads.values())
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (1, 0), (2, 0)])
 def test_nothing_at_all_dense(device, shape):
     """A grid of no blocks is an error to the driver, and a size of 0 was once read as 1."""
@@ -469,6 +485,31 @@ def test_strided_inputs(device):
 
     head_first = {name: copies[name].transpose(1, 2).contiguous().transpose(1, 2) for name in TOKENS}
     assert same(run(head_first, **NORM), run({name: copies[name] for name in TOKENS}, **NORM))
+
+
+def test_broadcast_inputs(device):
+    """Strides of zero, which TMA refuses: one key for all heads, one value for all tokens."""
+    args = inputs(1, 70, 2, device=device)
+    args["k"] = args["k"][:, :, :1].expand(args["q"].shape)
+    args["v"] = args["v"][:, :1].expand(args["v"].shape)
+    assert same(check(args), run({name: x.contiguous() for name, x in args.items()}))
+
+
+@on_gpu
+def test_first_call_in_a_graph():
+    """What the first call keeps for the next ones must not belong to the graph that it is captured in."""
+    args = inputs(1, 70, 2, device="cuda")
+    expected = run(args, g=None)  # compiles
+    from flash_qla_tl.kernels.common import tensors
+
+    tensors._kept_constants.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(args, g=None)
+    assert same(run(args, g=None), expected)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(captured, expected)
 
 
 @pytest.mark.parametrize("offset, last", [(1, 1), (4, 1), (0, 2)])
@@ -624,7 +665,7 @@ def test_wide_inputs_run_in_torch(device, dtype):
 
 @on_gpu
 def test_says_once_why_it_runs_in_torch():
-    gated_delta_rule._say_why.cache_clear()
+    dispatch._say_why.cache_clear()
     args = inputs(1, 10, 1, K=96, device="cuda")
     with pytest.warns(UserWarning, match="K=96"):
         run(args)

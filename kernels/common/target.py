@@ -16,15 +16,6 @@ SMEM_CAPACITY = 232_448
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-# What qla_load of chunk_tile.cuh calls the types it reads.
-FLOAT_TYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-def address(x: torch.Tensor | None) -> int:
-    """Where a kernel finds an optional tensor; 0 where there is none."""
-    return 0 if x is None else x.data_ptr()
-
-
 def dtype_name(x: torch.Tensor) -> str:
     return _DTYPE_NAMES[x.dtype]
 
@@ -43,14 +34,6 @@ def num_sms(index: int) -> int:
 def on_device(index: int):
     """The launch goes to the tensors' device; the current one is put back."""
     return contextlib.nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)
-
-
-def tma_ready(x: torch.Tensor) -> torch.Tensor:
-    """x itself where TMA can walk it (unit last stride, 16-byte aligned rows), else a copy."""
-    unit = 16 // x.element_size()
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in x.stride()[:-1]):
-        return x
-    return x.contiguous()
 
 
 def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:

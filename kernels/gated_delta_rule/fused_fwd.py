@@ -25,6 +25,8 @@ last sequence. Two VR: 128 where sequences x heads fill the card, 64 (the head s
 Rows past a sequence's end are made inert: K and V zero, decay 1, beta 0; garbage rows of Q reach only rows of O
 that are not stored. Everything that varies per call (heads, lengths, strides, dtypes of g, beta and the states,
 layouts, scale, which states there are) is a run-time value.
+
+The builder is long because it is one program: six roles that share buffers and barriers, each written where it runs.
 """
 
 import functools
@@ -36,17 +38,8 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.gates import LN2, ROWS, TABLE, device_source, write_gates
-from flash_qla_tl.kernels.common.target import (
-    CHUNK,
-    FLOAT_TYPE,
-    TARGET,
-    address,
-    compiling,
-    dtype_name,
-    num_sms,
-    on_device,
-    tma_ready,
-)
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms, on_device
+from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, constants, readable, state_rows, tma_ready
 from flash_qla_tl.kernels.gated_delta_rule.prepare import prepare
 
 STAGES = 3
@@ -542,11 +535,11 @@ def fused_fwd(
     # The gate-free A of a chunk with the L2 norm folded in is R^-1 A R: what is handed out needs plain k.
     assert not (emit and use_qk_l2norm)
     q, k, v = (tma_ready(x) for x in (q, k, v))
-    g, beta = _readable(g), _readable(beta)
+    g, beta = readable(g), readable(beta)
     if A_log is not None:
         A_log = A_log.float().contiguous()
         dt_bias = torch.zeros_like(A_log) if dt_bias is None else dt_bias.float().contiguous()
-    h0 = None if h0 is None else _state_rows(h0)
+    h0 = None if h0 is None else state_rows(h0)
     empty = functools.partial(torch.empty, device=q.device)
     state_shape = (HV, V, K) if state_v_first else (HV, K, V)
     o = empty(v.shape, dtype=v.dtype)
@@ -580,7 +573,7 @@ def fused_fwd(
         g, beta, q_norms, k_norms = prepare(
             q, k, g, beta, norms=use_qk_l2norm, A_log=A_log, dt_bias=dt_bias, beta_range=beta_range
         )
-    zeros, ones = _constants(q.device)
+    zeros, ones = constants(q.device)
     # What is absent is read as a constant: the kernel has no branch for it.
     g = zeros.expand(beta.shape) if g is None else g
     q_norms, k_norms, norm_stride = (ones, ones, 0) if q_norms is None else (q_norms, k_norms, H)
@@ -602,23 +595,6 @@ def _kernel(config: Config):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
     with compiling():
         return build(config)
-
-
-def _readable(x: torch.Tensor | None) -> torch.Tensor | None:
-    """g and beta in a type the kernel reads."""
-    return x if x is None or x.dtype in FLOAT_TYPE else x.float()
-
-
-@functools.lru_cache
-def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A zero and a one on the device."""
-    return torch.zeros(1, device=device), torch.ones(1, device=device)
-
-
-def _state_rows(h0: torch.Tensor) -> torch.Tensor:
-    """States whose [K, V] (or [V, K]) are dense, in a type the kernel reads; sequences and heads may have any stride."""
-    h0 = _readable(h0)
-    return h0 if h0.stride(-1) == 1 and h0.stride(-2) == h0.shape[-1] else h0.contiguous()
 
 
 def _chunk_offsets(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:

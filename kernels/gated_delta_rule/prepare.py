@@ -16,7 +16,8 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.gates import device_source
-from flash_qla_tl.kernels.common.target import FLOAT_TYPE, TARGET, address, compiling, dtype_name, on_device
+from flash_qla_tl.kernels.common.target import TARGET, compiling, dtype_name, on_device
+from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address
 
 THREADS = 256
 TOKENS = 8

@@ -1,0 +1,1 @@
+"""Other packages' functions under the names and arguments that their callers know."""

@@ -1,0 +1,258 @@
+"""Kimi Delta Attention of Kimi Linear (arXiv:2510.26692): the delta rule with a decay for every channel.
+
+The public functions. The recurrence itself is in reference.py, its chunked form in docs/math.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_qla_tl import checks
+from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
+from flash_qla_tl.reference import activate
+from flash_qla_tl.torch_chunked import states_by_chunk
+from flash_qla_tl.torch_kda import ChunkedKda, chunked_kda
+from flash_qla_tl.utils.index import prepare_chunk_offsets
+
+OPERATOR = "Kimi Delta Attention"
+REFUSAL = "there is no kernel of it yet"
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+    disable_recompute: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Kimi Delta Attention, differentiable in every tensor of floats.
+
+    For each sequence and value head, with a state S of K x V numbers::
+
+        S = diag(exp(g)) S;  S = S + beta * k (v - S^T k)^T;  o = scale * S^T q
+
+    Value head i uses query/key head ``i // (HV // H)``. Inputs may have any strides.
+
+    Args:
+        q, k: ``[B, T, H, K]``, bf16, fp16, fp32 or float64, all of q, k and v in one dtype.
+        v: ``[B, T, HV, V]``, ``HV`` a multiple of ``H``.
+        g: ``[B, T, HV, K]``, any float dtype: natural logarithm of the decay of each channel. Any
+            values of at most 0, however low; positive ones are not refused, and overflow fp32 where
+            their sum over a chunk exceeds about 88.
+        beta: ``[B, T, HV]``, any float dtype: write strength.
+        scale: factor on ``o``; None means ``K ** -0.5``, and 0.0 means 0.0.
+        initial_state: ``[N, HV, K, V]``, any float dtype; None means zeros. ``N`` is ``B``, or
+            the number of sequences with ``cu_seqlens``.
+        output_final_state: also return the state after the last token.
+        use_qk_l2norm_in_kernel: divide q and k by ``sqrt(sum(x**2) + 1e-6)`` first.
+        use_gate_in_kernel: g is raw. The decay is ``-exp(A_log) * softplus(g + dt_bias)``, or, with
+            a ``lower_bound``, ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        use_beta_sigmoid_in_kernel: the write strength is ``sigmoid(beta)``.
+        allow_neg_eigval: ... times 2.
+        safe_gate: promises decays of at least -5 a token. Not needed here; with the gate inside,
+            ``lower_bound`` must then keep the promise.
+        lower_bound: of the decay, at most 0; see ``use_gate_in_kernel``.
+        A_log: ``[HV]``, any float dtype; None means 0, with a ``lower_bound`` only.
+        dt_bias: ``[HV, K]`` or ``[HV*K]``, any float dtype; None means 0. Like ``lower_bound`` and
+            ``A_log`` read with ``use_gate_in_kernel`` only.
+        return_intermediate_states: also return the state at the start of each chunk of 64 tokens.
+        state_v_first: states are ``[N, HV, V, K]``.
+        cu_seqlens: ``[N+1]`` int32 or int64, the sequences packed along ``T``: cumulative lengths
+            from 0, repeated for an empty sequence, ``B`` = 1. Rows past ``cu_seqlens[-1]`` are
+            padding, where ``o`` is 0. Contents are checked if they are on the CPU, and on a GPU
+            with ``FLASH_QLA_TL_CHECK=1``; otherwise they are clamped.
+        cu_seqlens_cpu: the same values on the CPU, for callers that have them.
+        cp_context: not available.
+        chunk_size: 64.
+        transpose_state_layout: deprecated name of ``state_v_first``.
+        disable_recompute: accepted and not needed.
+        backend: "auto" and "torch" run in torch, the former warning once if that is on a GPU;
+            "tilelang" insists on kernels, of which there are none yet.
+
+    Returns:
+        ``o`` ``[B, T, HV, V]`` in the dtype of q, and the final state in the layout of
+        ``initial_state``, fp32 (float64 for float64 inputs), or None. With
+        ``return_intermediate_states`` also ``h`` ``[B, NT, HV, K, V]`` (``V, K`` with
+        ``state_v_first``) in the dtype of k, detached. NT is ``ceil(T / 64)``; packed sequences put
+        their chunks one after the other into ``T // 64 + N`` slots, the rest zero, or into exactly
+        as many as there are chunks with ``cu_seqlens_cpu``.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; see the message.
+        NotImplementedError: ``cp_context`` was given.
+    """
+    if cp_context is not None:
+        raise NotImplementedError("cp_context must be None: no context parallelism between GPUs")
+    state_v_first = state_layout(state_v_first, transpose_state_layout)
+    checks.kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        state_v_first=state_v_first,
+        use_gate_in_kernel=use_gate_in_kernel,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        chunk_size=chunk_size,
+        backend=backend,
+    )
+    on_kernels(OPERATOR, REFUSAL, q, backend)
+    out = _in_torch(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
+        state_v_first,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+    )
+    o, ht = out.o.to(q.dtype), k_first(out.ht, state_v_first) if output_final_state else None
+    if not return_intermediate_states:
+        return o, ht
+    num_chunks = None if cu_seqlens_cpu is None else int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
+    h = states_by_chunk(out.h.detach(), out.chunks, cu_seqlens, num_chunks, state_v_first)
+    return o, ht, h.to(k.dtype)
+
+
+@torch.no_grad()
+def kda_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    out: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = -5.0,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The forward for inference, everything inside and into the caller's tensors; not differentiable.
+
+    :func:`chunk_kda` with ``use_qk_l2norm_in_kernel``, ``use_gate_in_kernel``,
+    ``use_beta_sigmoid_in_kernel`` and ``state_v_first``: g is raw, beta are logits, and states are
+    ``[N, HV, V, K]``. Arguments not listed are those of :func:`chunk_kda`.
+
+    Args:
+        out: ``[B, T, HV, V]`` in the dtype of q, any strides: filled with the result, zeros past
+            ``cu_seqlens[-1]``; None allocates it.
+        final_state: ``[N, HV, V, K]``, any float dtype and strides: filled with the state after the
+            last token. May be ``initial_state``, which it then replaces.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; see the message.
+    """
+    checks.kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        state_v_first=True,
+        use_gate_in_kernel=True,
+        lower_bound=lower_bound,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=True,
+        out=out,
+        final_state=final_state,
+    )
+    on_kernels(OPERATOR, REFUSAL, q, "auto")
+    result = _in_torch(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        cu_seqlens,
+        True,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=True,
+    )
+    if final_state is not None:
+        final_state.copy_(result.ht.mT)
+    return result.o.to(q.dtype) if out is None else out.copy_(result.o)
+
+
+def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
+    """Bytes of device memory that :func:`kda_fwd` needs beside its arguments: none.
+
+    Args:
+        T_total: tokens of all sequences.
+        H: heads.
+        N: sequences.
+    """
+    return 0
+
+
+def _in_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    **activations: object,
+) -> ChunkedKda:
+    q, k, g, beta = activate(q, k, g, beta, cu_seqlens=cu_seqlens, **activations)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    return chunked_kda(q, k, v, g, beta, scale, k_first(initial_state, state_v_first), cu_seqlens)

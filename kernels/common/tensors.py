@@ -1,0 +1,52 @@
+"""Tensors as the kernels take them: addresses, strides and types, without a copy where one can be saved."""
+
+import functools
+
+import torch
+
+# What qla_load of chunk_tile.cuh calls the types it reads.
+FLOAT_TYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def address(x: torch.Tensor | None) -> int:
+    """Where a kernel finds an optional tensor; 0 where there is none."""
+    return 0 if x is None else x.data_ptr()
+
+
+def tma_ready(x: torch.Tensor) -> torch.Tensor:
+    """x itself where TMA can walk it, else a copy: unit last stride, other strides positive and of whole 16 bytes, aligned."""
+    unit = 16 // x.element_size()
+    strides = x.stride()
+    if strides[-1] == 1 and x.data_ptr() % 16 == 0:
+        if all(s > 0 and s % unit == 0 for s in strides[:-1]):
+            return x
+        # A dimension of one element has no step to take: any will do.
+        strides = [unit if n == 1 else s for n, s in zip(x.shape[:-1], strides[:-1], strict=True)]
+        if all(s > 0 and s % unit == 0 for s in strides):
+            return x.as_strided(x.shape, (*strides, 1))
+    # Not contiguous(), which returns a dense tensor at an odd address as it is.
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def readable(x: torch.Tensor | None) -> torch.Tensor | None:
+    """g and beta in a type the kernel reads."""
+    return x if x is None or x.dtype in FLOAT_TYPE else x.float()
+
+
+def constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A zero and a one on the device."""
+    # What is made while a graph is captured is the graph's, and has its value only once that has run: not to be kept.
+    return _make_constants(device) if torch.cuda.is_current_stream_capturing() else _kept_constants(device)
+
+
+def _make_constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(1, device=device), torch.ones(1, device=device)
+
+
+_kept_constants = functools.lru_cache(_make_constants)
+
+
+def state_rows(h0: torch.Tensor) -> torch.Tensor:
+    """States whose [K, V] (or [V, K]) are dense, in a type the kernel reads; sequences and heads may have any stride."""
+    h0 = readable(h0)
+    return h0 if h0.stride(-1) == 1 and h0.stride(-2) == h0.shape[-1] else h0.contiguous()
