@@ -34,12 +34,14 @@ FUSED_FWD_SPILL_BYTES = {64: SPILL_BYTES, 128: 256}  # by VR
 CHUNK_BWD_SPILL_BYTES = 320
 
 
-def compile_report(func, tmp_path):
-    """-> the generated source, ptxas' report, dynamic shared memory in bytes."""
+def compile_report(build, args, tmp_path):
+    """As the builder compiles: -> the generated source, ptxas' report, dynamic shared memory in bytes."""
     from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
-    from tvm.target import Target
+    from tilelang import tvm
 
-    with Target(TARGET) as target:
+    func = build.get_tir(*args)
+    configs = tvm.transform.PassContext(opt_level=3, config=build.pass_configs)
+    with tvm.target.Target(TARGET) as target, configs:
         artifact = tilelang.lower(func, target=target, enable_device_compile=False)
     source = tmp_path / "kernel.cu"
     source.write_text(artifact.kernel_source)
@@ -52,8 +54,8 @@ def compile_report(func, tmp_path):
     return artifact.kernel_source, result.stderr, dynamic[0] if dynamic else 0
 
 
-def check(func, tmp_path, spill_bytes=SPILL_BYTES):
-    source, report, dynamic = compile_report(func, tmp_path)
+def check(build, args, tmp_path, spill_bytes=SPILL_BYTES):
+    source, report, dynamic = compile_report(build, args, tmp_path)
     assert not re.search(r"C75\d\d", report), report
     spills = sum(int(x) for x in re.findall(r"(\d+) bytes spill stores", report))
     assert spills <= spill_bytes, report
@@ -64,24 +66,23 @@ def check(func, tmp_path, spill_bytes=SPILL_BYTES):
 
 @pytest.mark.parametrize("config", fused_fwd.configs(), ids=str)
 def test_fused_fwd(config, tmp_path):
-    func = fused_fwd.build.get_tir(config)
-    source = check(func, tmp_path, FUSED_FWD_SPILL_BYTES[config.VR])
+    source = check(fused_fwd.build, (config,), tmp_path, FUSED_FWD_SPILL_BYTES[config.VR])
     # The state is the register operand of its products, and tiles come and go by TMA.
     assert "wgmma_rs" in source and "tma_load" in source and "tma_store" in source
 
 
 @pytest.mark.parametrize("config", chunk_states.configs(), ids=str)
 def test_chunk_states(config, tmp_path):
-    source = check(chunk_states.build.get_tir(config), tmp_path)
+    source = check(chunk_states.build, (config,), tmp_path)
     assert "wgmma_rs" in source and "tma_load" in source and "tma_store" in source
 
 
 @pytest.mark.parametrize("config", chunk_bwd.configs(), ids=str)
 def test_chunk_bwd(config, tmp_path):
-    check(chunk_bwd.build.get_tir(config), tmp_path, CHUNK_BWD_SPILL_BYTES)
+    check(chunk_bwd.build, (config,), tmp_path, CHUNK_BWD_SPILL_BYTES)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("K", [64, 128])
 def test_prepare(K, dtype, tmp_path):
-    check(prepare.build.get_tir(K, dtype), tmp_path)
+    check(prepare.build, (K, dtype), tmp_path)
