@@ -36,8 +36,8 @@ CHUNK_BWD_SPILL_BYTES = 320
 
 def compile_report(build, args, tmp_path):
     """As the builder compiles: -> the generated source, ptxas' report, dynamic shared memory in bytes."""
-    from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
     from tilelang import tvm
+    from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
     func = build.get_tir(*args)
     configs = tvm.transform.PassContext(opt_level=3, config=build.pass_configs)

@@ -34,6 +34,7 @@ import tilelang.language as T
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import LOG2E
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling
+from flash_qla_tl.kernels.common.walk import advance, load_state, store_state
 
 STAGES = 3
 ROW_POLICY = T.GemmWarpPolicy.FullRow
@@ -102,33 +103,6 @@ def build(config: Config):
     early = NW == 2
     B, num_tokens, H, HV, slots = (T.dynamic(name) for name in ("B", "num_tokens", "H", "HV", "slots"))
     strides = {x: tuple(T.dynamic(f"{x}_stride_{i}") for i in "bth") for x in ("q", "k", "v", "do", "g", "beta")}
-
-    @T.macro
-    def advance(s: T.Ref, phase: T.Ref):
-        s += 1
-        if s == STAGES:
-            s = 0
-            phase ^= 1
-
-    @T.macro
-    def load_state(S, address, state_dtype, v_first, v0):
-        state = T.make_tensor_from_addr(address, (V * K,), state_dtype)
-        if v_first != 0:
-            for a, b in T.Parallel(VR, K):
-                S[a, b] = T.cast(state[(v0 + a) * K + b], accum)
-        else:
-            for a, b in T.Parallel(VR, K):
-                S[a, b] = T.cast(state[b * V + v0 + a], accum)
-
-    @T.macro
-    def store_state(S, address, v_first, v0):
-        state = T.make_tensor_from_addr(address, (V * K,), accum)
-        if v_first != 0:
-            for a, b in T.Parallel(VR, K):
-                state[(v0 + a) * K + b] = S[a, b]
-        else:
-            for a, b in T.Parallel(VR, K):
-                state[b * V + v0 + a] = S[a, b]
 
     @T.macro
     def emit(x, h_s, wg, h_full, h_free, i):
@@ -219,12 +193,7 @@ def build(config: Config):
                     reverse, dht_stride_n, h0_stride_n
                 ) + i_hv * T.if_then_else(reverse, dht_stride_h, h0_stride_h)
                 if start != 0:
-                    if start_type == 0:
-                        load_state(S, start + first * 4, "float32", state_v_first, v0)
-                    elif start_type == 1:
-                        load_state(S, start + first * 2, "bfloat16", state_v_first, v0)
-                    else:
-                        load_state(S, start + first * 2, "float16", state_v_first, v0)
+                    load_state(S, start, first, start_type, state_v_first, v0, K, V)
                 # Hides from ptxas where S comes from; without it, it serializes every wgmma of the kernel (C7514).
                 T.warpgroup_fence_operand(S, num_regs=K // 2)
                 if reverse:
@@ -257,10 +226,16 @@ def build(config: Config):
                         if lane == 0:
                             T.barrier_arrive(x_free[i % XS])
                             T.barrier_arrive(free[s])
-                        advance(s, phase)
+                        advance(s, phase, STAGES)
                     if dh0_address != 0:
                         store_state(
-                            S, dh0_address + (T.cast(i_n, "int64") * HV + i_hv) * (K * V * 4), state_v_first, v0
+                            S,
+                            dh0_address + (T.cast(i_n, "int64") * HV + i_hv) * (K * V * 4),
+                            accum,
+                            state_v_first,
+                            v0,
+                            K,
+                            V,
                         )
                 else:
                     for i in T.serial(num_chunks):
@@ -290,7 +265,7 @@ def build(config: Config):
                         if lane == 0:
                             T.barrier_arrive(x_free[i % XS])
                             T.barrier_arrive(free[s])
-                        advance(s, phase)
+                        advance(s, phase, STAGES)
             elif tx < PRODUCER:
                 T.set_max_nreg(config.registers[1], 0)
                 if reverse:
@@ -320,7 +295,7 @@ def build(config: Config):
                         if lane == 0:
                             T.barrier_arrive(x_ready[i % XS])
                             T.barrier_arrive(free[s])
-                        advance(s, phase)
+                        advance(s, phase, STAGES)
                 else:
                     for i in T.serial(num_chunks):
                         T.barrier_wait(loaded[s], phase)
@@ -343,7 +318,7 @@ def build(config: Config):
                         if lane == 0:
                             T.barrier_arrive(x_ready[i % XS])
                             T.barrier_arrive(free[s])
-                        advance(s, phase)
+                        advance(s, phase, STAGES)
             else:
                 T.set_max_nreg(config.registers[0], 0)
                 if tx < PRODUCER + 32:
@@ -384,7 +359,7 @@ def build(config: Config):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(loaded[s])
-                        advance(s, phase)
+                        advance(s, phase, STAGES)
                 elif tx < PRODUCER + 64:
                     for i in T.serial(num_chunks):
                         c = T.if_then_else(reverse, num_chunks - 1 - i, i)
@@ -410,7 +385,7 @@ def build(config: Config):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(ready[s])
-                        advance(s, phase)
+                        advance(s, phase, STAGES)
                 elif tx < PRODUCER + 96:
                     if chunks_address != 0 and i_x == 0:
                         # Packed: which tokens a slot holds, for the kernel that takes all chunks at once.
@@ -442,7 +417,7 @@ def build(config: Config):
                                 T.sync_warp()
                                 if lane == 0:
                                     T.barrier_arrive(rows[0])
-                            advance(s, phase)
+                            advance(s, phase, STAGES)
                 else:
                     for i in T.serial(num_chunks):
                         slot = slot0 + T.if_then_else(reverse, num_chunks - 1 - i, i)

@@ -40,6 +40,7 @@ import torch
 from flash_qla_tl.kernels.common.gates import LN2, ROWS, TABLE, device_source, write_gates
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms, on_device
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, constants, readable, state_rows, tma_ready
+from flash_qla_tl.kernels.common.walk import advance, load_state, store_state
 from flash_qla_tl.kernels.gated_delta_rule.prepare import prepare
 
 STAGES = 3
@@ -110,13 +111,6 @@ def build(config: Config):
     strides = {x: tuple(T.dynamic(f"{x}_stride_{i}", "int64") for i in "bth") for x in "qkvo"}
 
     @T.macro
-    def advance(s: T.Ref, phase: T.Ref):
-        s += 1
-        if s == STAGES:
-            s = 0
-            phase ^= 1
-
-    @T.macro
     def read_pair(out, at: T.Ref, stride, step, valid):
         """out[0], out[1] = the numbers at an address and `stride` further, as far as valid; the address moves by step."""
         x = T.make_tensor_from_addr(at, (1 << 30,), accum)
@@ -132,26 +126,6 @@ def build(config: Config):
         T.sync_warp()
         if lane == 0:
             T.barrier_arrive(o_full[wg])
-
-    @T.macro
-    def load_state(S, address, state_dtype, v_first, v0):
-        state = T.make_tensor_from_addr(address, (V * K,), state_dtype)
-        if v_first != 0:
-            for a, b in T.Parallel(VR, K):
-                S[a, b] = T.cast(state[(v0 + a) * K + b], accum)
-        else:
-            for a, b in T.Parallel(VR, K):
-                S[a, b] = T.cast(state[b * V + v0 + a], accum)
-
-    @T.macro
-    def store_state(S, address, state_dtype, v_first, v0):
-        state = T.make_tensor_from_addr(address, (V * K,), state_dtype)
-        if v_first != 0:
-            for a, b in T.Parallel(VR, K):
-                state[(v0 + a) * K + b] = S[a, b]
-        else:
-            for a, b in T.Parallel(VR, K):
-                state[b * V + v0 + a] = S[a, b]
 
     @T.prim_func
     def gdn_fused_fwd_kernel(
@@ -251,12 +225,7 @@ def build(config: Config):
                 T.clear(S)
                 if h0_address != 0 and i_n < num_seqs:
                     first = T.cast(i_n, "int64") * h0_stride_n + i_hv * h0_stride_h
-                    if h0_type == 0:
-                        load_state(S, h0_address + first * 4, "float32", state_v_first, v0)
-                    elif h0_type == 1:
-                        load_state(S, h0_address + first * 2, "bfloat16", state_v_first, v0)
-                    else:
-                        load_state(S, h0_address + first * 2, "float16", state_v_first, v0)
+                    load_state(S, h0_address, first, h0_type, state_v_first, v0, K, V)
                 h_slot = T.alloc_var("int32")
                 h_slot = i_n * h_stride_n
                 if emit:
@@ -275,6 +244,8 @@ def build(config: Config):
                                 dtype,
                                 state_v_first,
                                 v0,
+                                K,
+                                V,
                             )
                     T.barrier_wait(kq_loaded[s], phase)
                     T.barrier_wait(ready[s], phase)
@@ -319,13 +290,13 @@ def build(config: Config):
                     T.wait_wgmma(0)
                     if lane == 0:
                         T.barrier_arrive(free[s])
-                    advance(s, phase)
+                    advance(s, phase, STAGES)
                 if num_chunks > 0:
                     T.barrier_wait(o_free[wg], num_chunks % 2)
                     store_out(packed_out, o_s, o_full, wg, lane)
                 if ht_address != 0 and i_n < num_seqs:
                     store_state(
-                        S, ht_address + (T.cast(i_n, "int64") * HV + i_hv) * (K * V * 4), accum, state_v_first, v0
+                        S, ht_address + (T.cast(i_n, "int64") * HV + i_hv) * (K * V * 4), accum, state_v_first, v0, K, V
                     )
             elif tx < PRODUCER:
                 T.set_max_nreg(config.registers[1], 0)
@@ -356,7 +327,7 @@ def build(config: Config):
                     product(k_s[s, :, :], q_s[s, :, :], kq)
                     done = T.alloc_var("int32")
                     done = s
-                    advance(s, phase)
+                    advance(s, phase, STAGES)
                     if i + 1 < num_chunks:
                         T.barrier_wait(kq_loaded[s], phase)
                         T.barrier_wait(ready[s], phase)
@@ -398,7 +369,7 @@ def build(config: Config):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(v_loaded[s])
-                        advance(s, phase)
+                        advance(s, phase, STAGES)
                 elif tx < PRODUCER + 64:
                     # Addresses of this lane's two tokens; they move on by a chunk at a time.
                     g_step = T.cast(4 * CHUNK, "int64") * g_stride_t
@@ -444,7 +415,7 @@ def build(config: Config):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(ready[s])
-                        advance(s, phase)
+                        advance(s, phase, STAGES)
                 elif tx < PRODUCER + 96:
                     for i in T.serial(num_chunks):
                         # Every chunk is waited for: a barrier's parity means nothing to who has not seen the phase before.
@@ -461,7 +432,7 @@ def build(config: Config):
                             T.sync_warp()
                             if lane == 0:
                                 T.barrier_arrive(rows[0])
-                        advance(s, phase)
+                        advance(s, phase, STAGES)
                 else:
                     for i in T.serial(num_chunks):
                         valid = T.min(length - i * CHUNK, CHUNK)

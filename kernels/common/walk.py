@@ -1,0 +1,49 @@
+"""Macros of a CTA that walks the chunks of one sequence with a state in registers.
+
+The state is V-first: S is a fragment of rows [v0, v0 + VR) of [V, K]. In memory it is [V, K] or [K, V].
+"""
+
+import tilelang.language as T
+
+
+@T.macro
+def advance(s: T.Ref, phase: T.Ref, stages):
+    """On to the next chunk: its stage in a ring, and the parity of the ring's barriers."""
+    s += 1
+    if s == stages:
+        s = 0
+        phase ^= 1
+
+
+@T.macro
+def load_state(S, address, first, kind, v_first, v0, K, V):
+    """S = the state that begins at number `first` of a tensor of run-time type (as for qla_load) at an address."""
+    if kind == 0:
+        _load_state(S, address + first * 4, "float32", v_first, v0, K, V)
+    elif kind == 1:
+        _load_state(S, address + first * 2, "bfloat16", v_first, v0, K, V)
+    else:
+        _load_state(S, address + first * 2, "float16", v_first, v0, K, V)
+
+
+@T.macro
+def _load_state(S, address, dtype, v_first, v0, K, V):
+    state = T.make_tensor_from_addr(address, (V * K,), dtype)
+    if v_first != 0:
+        for a, b in T.Parallel(S.shape[0], K):
+            S[a, b] = T.cast(state[(v0 + a) * K + b], "float32")
+    else:
+        for a, b in T.Parallel(S.shape[0], K):
+            S[a, b] = T.cast(state[b * V + v0 + a], "float32")
+
+
+@T.macro
+def store_state(S, address, dtype, v_first, v0, K, V):
+    """The state at an address = S."""
+    state = T.make_tensor_from_addr(address, (V * K,), dtype)
+    if v_first != 0:
+        for a, b in T.Parallel(S.shape[0], K):
+            state[(v0 + a) * K + b] = S[a, b]
+    else:
+        for a, b in T.Parallel(S.shape[0], K):
+            state[b * V + v0 + a] = S[a, b]
