@@ -71,7 +71,10 @@ class Config:
     @property
     def registers(self) -> tuple[int, int, int]:
         """Per thread of the producers, the auxiliary and the state warpgroups: together at most 64 Ki a CTA."""
-        return (24, 104, 192) if self.VR == 128 else (56, 168, 232)
+        if self.VR == 64:
+            return (56, 168, 232)
+        # With 64 channels a warpgroup's state takes half as many.
+        return (24, 104, 192) if self.K == 128 else (56, 120, 168)
 
 
 def pick_config(K: int, V: int, dtype: str, heads: int, num_sms: int, emit: bool) -> Config:
