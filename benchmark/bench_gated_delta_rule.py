@@ -156,9 +156,7 @@ def measure(shape: shapes.Shape, mode: str, device: str, implementations: dict) 
             found = report.gate(dict(zip(OUTPUTS[mode], outputs, strict=True)), truth, LIMITS[mode])
             del outputs
             errors[name] = max(found.values())
-            # The torch path, which computes our backward, waits for the device: no graph.
-            graph = (mode, name) != ("bwd", report.OURS)
-            ms[name] = report.median_ms(calls, device, graph)
+            ms[name] = report.median_ms(calls, device)
         except Exception as error:  # a peer's failure must not cost the others their row
             print(f"{shape}: {name} is not timed: {type(error).__name__}: {error}", flush=True)
     return ms, errors

@@ -70,25 +70,22 @@ def cold_copies(args: dict, device: str) -> list[dict]:
     return [args] + [{name: clone(x) for name, x in args.items()} for _ in range(n - 1)]
 
 
-def median_ms(calls: list[Callable], device: str, graph: bool = True) -> float:
+def median_ms(calls: list[Callable], device: str) -> float:
     """Median time of a call, over rounds through ``calls``, which differ only in their inputs.
 
-    On a GPU a round is captured in a CUDA graph, or without ``graph`` launched call by call, which
-    counts the gaps between launches too.
+    On a GPU a round is captured in a CUDA graph.
     """
     for call in calls:
         call()
     if device == "cpu":
         return _median_on_cpu(calls)
     torch.cuda.synchronize()
-    one_round = lambda: [call() for call in calls]  # noqa: E731
-    if graph:
-        cuda_graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(cuda_graph):
-            # What a call returns is dropped at once, so the next call may write where it did.
-            for call in calls:
-                call()
-        one_round = cuda_graph.replay
+    cuda_graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(cuda_graph):
+        # What a call returns is dropped at once, so the next call may write where it did.
+        for call in calls:
+            call()
+    one_round = cuda_graph.replay
     times = [_elapsed_ms(one_round)]
     rounds = max(3, min(50, int(TIMED_MS / times[0])))
     times = [_elapsed_ms(one_round) for _ in range(rounds)]

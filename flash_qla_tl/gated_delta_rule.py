@@ -15,9 +15,8 @@ from torch.autograd.function import once_differentiable
 from flash_qla_tl import checks
 from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
 from flash_qla_tl.kernels.common import target
-from flash_qla_tl.ops.utils import chunk_local_cumsum
 from flash_qla_tl.reference import activate
-from flash_qla_tl.torch_chunked import chunked, states_by_chunk
+from flash_qla_tl.torch_chunked import chunked, chunked_bwd, states_by_chunk
 from flash_qla_tl.utils.index import prepare_chunk_offsets
 
 OPERATOR = "the gated delta rule"
@@ -303,12 +302,12 @@ def chunk_gated_delta_rule_bwd(
     state_v_first: bool = False,
     auto_cp: bool = True,
 ) -> ChunkGatedDeltaRuleBwd:
-    """The backward of :func:`chunk_gated_delta_rule_fwd`, on every device computed by torch.
+    """The backward of :func:`chunk_gated_delta_rule_fwd`.
 
     Args:
         g: ``[B, T, HV]``: the ``g_cumsum`` of the forward, or None where it had no gate.
-        A: ``[B, T, HV, 64]``: that of the forward. It saves kernels an inverse; torch, which
-            differentiates the inverse itself, recomputes it.
+        A: ``[B, T, HV, 64]``: that of the forward. It saves the kernels an inverse; the torch
+            path, which differentiates the inverse itself, recomputes it.
         do: ``[B, T, HV, V]``, any strides: gradient with respect to ``o``.
         dht: gradient with respect to the final state, in its layout; None means zero.
 
@@ -339,22 +338,28 @@ def chunk_gated_delta_rule_bwd(
     )
     if scale is None:
         scale = q.shape[3] ** -0.5
-    h0 = k_first(initial_state, state_v_first)
-    if h0 is not None:
-        h0 = h0.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, beta, g, h0)]
-    # Autocast would run the products of the backward in 16 bits.
-    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-        q_, k_, v_, beta_, g_, h0_ = leaves
-        out = chunked(q_, k_, v_, g_, beta_, scale, h0_, cu_seqlens, g_is_cumsum=True)
-        pairs = [(out.o, do)]
-        if dht is not None and out.ht.requires_grad:
-            pairs.append((out.ht, k_first(dht, state_v_first)))
-        outputs, weights = zip(*((x, d.to(x.dtype)) for x, d in pairs), strict=True)
-        found = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None], weights))
-    dq, dk, dv, db, dg, dh0 = (None if x is None else next(found) for x in leaves)
-    if dg is not None:
-        dg = chunk_local_cumsum(dg, 64, cu_seqlens, reverse=True).to(g.dtype)
+
+    if on_kernels(OPERATOR, target.refusal(q, k, v), q, "auto"):
+        from flash_qla_tl.kernels.gated_delta_rule.chunk_bwd import chunk_bwd
+
+        out = chunk_bwd(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A,
+            do,
+            dht=dht,
+            scale=scale,
+            h0=initial_state,
+            cu_seqlens=cu_seqlens,
+            state_v_first=state_v_first,
+        )
+        return ChunkGatedDeltaRuleBwd(*out)
+
+    h0, dht = k_first(initial_state, state_v_first), k_first(dht, state_v_first)
+    dq, dk, dv, db, dg, dh0 = chunked_bwd(q, k, v, g, beta, do, dht, scale, h0, cu_seqlens)
     return ChunkGatedDeltaRuleBwd(dq, dk, dv, db, dg, k_first(dh0, state_v_first))
 
 

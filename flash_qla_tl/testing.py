@@ -16,6 +16,9 @@ KDA_GATES = (*KDA_LOWER_BOUND_GATES, "softplus", "zero", "reset", "half", "spike
 # The largest relative errors we accept of 16-bit kernels, whatever the emulation says.
 CAP = 0.008
 CAP_NEG_EIGVAL = 0.012
+# A gradient may always be this far off. Those of gates and of beta are sums in which much cancels.
+GRADIENT_FLOOR = 0.008
+GATE_GRADIENT_FLOOR = 0.015
 
 
 def gate(regime: str, *shape: int, device: torch.device | str = "cpu") -> Tensor:
@@ -199,3 +202,9 @@ def rel_l2(x: Tensor, reference: Tensor) -> float:
 def budget(emulation: Tensor, reference: Tensor, cap: float = CAP) -> float:
     """Twice the relative error of :func:`emulated`, at most ``cap``."""
     return min(cap, 2 * rel_l2(emulation, reference))
+
+
+def gradient_budget(name: str, emulation: Tensor, reference: Tensor) -> float:
+    """Twice the relative error of :func:`emulated`, or the floor for the gradient of ``name`` if that is more."""
+    floor = GATE_GRADIENT_FLOOR if name in ("g", "beta", "A_log", "dt_bias") else GRADIENT_FLOOR
+    return max(floor, 2 * rel_l2(emulation, reference))

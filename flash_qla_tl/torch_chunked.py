@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_qla_tl.ops.utils import chunk_local_cumsum
 from flash_qla_tl.utils.chunks import Chunks
 from flash_qla_tl.utils.norm import compute_dtype
 
@@ -97,6 +98,37 @@ def _chunked(q, k, v, g, beta, scale, h0, cu_seqlens, g_is_cumsum, operand) -> C
     h, v_new, ht = walk(chunks, state, step, k, v, correct, from_start, to_end, whole)
     o = scale * from_start * (q @ operand(h)) + attend @ operand(v_new)
     return Chunked(chunks.join(o.flatten(1, 2)), ht.flatten(1, 2), g_cumsum, A.flatten(1, 2), h.flatten(1, 2), chunks)
+
+
+def chunked_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cumsum: Tensor | None,
+    beta: Tensor,
+    do: Tensor,
+    dht: Tensor | None,
+    scale: float,
+    h0: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    operand: Callable[[Tensor], Tensor] = lambda x: x,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dv, dbeta, dg and dh0 of :func:`chunked` by autograd; dg is that of the gates before they were summed."""
+    h0 = None if h0 is None else h0.to(compute_dtype(q))
+    leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, beta, g_cumsum, h0)]
+    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+        q_, k_, v_, beta_, g_, h0_ = leaves
+        out = _chunked(q_, k_, v_, g_, beta_, scale, h0_, cu_seqlens, True, operand)
+        pairs = [(out.o, do)]
+        if dht is not None and out.ht.requires_grad:
+            pairs.append((out.ht, dht))
+        outputs, weights = zip(*((x, d.to(x.dtype)) for x, d in pairs), strict=True)
+        found = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None], weights))
+    dq, dk, dv, db, dg, dh0 = (None if x is None else next(found) for x in leaves)
+    if dg is not None:
+        dg = chunk_local_cumsum(dg, 64, cu_seqlens, reverse=True).to(g_cumsum.dtype)
+    return dq, dk, dv, db, dg, dh0
 
 
 def walk(

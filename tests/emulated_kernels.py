@@ -11,13 +11,14 @@ import torch
 
 from flash_qla_tl.kernels.common import target
 from flash_qla_tl.reference import activate
-from flash_qla_tl.torch_chunked import chunked
+from flash_qla_tl.torch_chunked import chunked, chunked_bwd
 
-MODULE = "flash_qla_tl.kernels.gated_delta_rule.fused_fwd"
+MODULE = "flash_qla_tl.kernels.gated_delta_rule."
 
 
 def install(monkeypatch):
-    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(fused_fwd=fused_fwd))
+    monkeypatch.setitem(sys.modules, f"{MODULE}fused_fwd", SimpleNamespace(fused_fwd=fused_fwd))
+    monkeypatch.setitem(sys.modules, f"{MODULE}chunk_bwd", SimpleNamespace(chunk_bwd=chunk_bwd))
     monkeypatch.setattr(target, "refusal", refusal)
 
 
@@ -83,3 +84,10 @@ def fused_fwd(
         g_cumsum=out.chunks.join(out.g_cumsum) if output_A else None,
         h=h,
     )
+
+
+def chunk_bwd(q, k, v, g_cumsum, beta, A, do, *, dht=None, scale, h0=None, cu_seqlens=None, state_v_first=False):
+    layout = (lambda x: None if x is None else x.mT) if state_v_first else (lambda x: x)
+    rounded = lambda x: x.to(q.dtype).float()  # noqa: E731
+    *grads, dh0 = chunked_bwd(q, k, v, g_cumsum, beta, do, layout(dht), scale, layout(h0), cu_seqlens, operand=rounded)
+    return *grads, layout(dh0)

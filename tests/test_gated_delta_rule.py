@@ -17,7 +17,19 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd, dispatch
-from flash_qla_tl.testing import CAP, CAP_NEG_EIGVAL, GATES, budget, emulated, gate, inputs, rel_l2
+from flash_qla_tl.testing import (
+    CAP,
+    CAP_NEG_EIGVAL,
+    GATE_GRADIENT_FLOOR,
+    GATES,
+    GRADIENT_FLOOR,
+    budget,
+    emulated,
+    gate,
+    gradient_budget,
+    inputs,
+    rel_l2,
+)
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -95,7 +107,7 @@ def gradients(call, args, weights, **options):
     return dict(zip(leaves, torch.autograd.grad(outputs, leaves.values(), weights), strict=True))
 
 
-def check_gradients(args, cap=CAP, final_state=True, **options):
+def check_gradients(args, final_state=True, **options):
     """... of its gradients, that of the emulation being rounded at the same places on its way back."""
     o, ht = run(args, **options)
     weights = torch.randn_like(o), torch.randn_like(ht) if final_state else None
@@ -106,8 +118,19 @@ def check_gradients(args, cap=CAP, final_state=True, **options):
         given = args[name] if name in args else options[name]
         assert grad.dtype == given.dtype and grad.shape == given.shape, name
         assert grad.isfinite().all(), name
-        assert rel_l2(grad, theirs[name]) <= budget(emulation[name], theirs[name], cap), name
+        error = gradient_error(name, grad, theirs, args, weights, **options)
+        assert error <= gradient_budget(name, emulation[name], theirs[name]), name
     return ours
+
+
+def gradient_error(name, grad, theirs, args, weights, **options):
+    error = rel_l2(grad, theirs[name])
+    if name == "g" and error > GRADIENT_FLOOR:
+        # Under strong decay the gradient of the gate itself nearly vanishes.
+        undecayed = gradients(exact, {**args, "g": torch.zeros_like(args["g"])}, weights, **options)["g"]
+        size = theirs[name].norm()
+        error *= size / max(size, 1e-4 * undecayed.norm())
+    return error
 
 
 def same(ours, theirs):
@@ -236,7 +259,7 @@ def test_activations(device, norm, beta, gated):
         }
     cap = CAP_NEG_EIGVAL if "allow_neg_eigval" in beta else CAP
     check(args, cap, **options)
-    check_gradients(args, cap, **options)
+    check_gradients(args, **options)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -747,7 +770,8 @@ def test_backward_alone(device, regime, with_dht, h0_dtype, state_v_first):
     names = dict(q=bwd.dq, k=bwd.dk, v=bwd.dv, beta=bwd.db, g=bwd.dg, initial_state=bwd.dh0)
     for name, grad in names.items():
         if name in theirs:
-            assert rel_l2(grad, theirs[name]) <= CAP, name
+            floor = GATE_GRADIENT_FLOOR if name in ("g", "beta") else GRADIENT_FLOOR
+            assert gradient_error(name, grad, theirs, args, (do, dht)) <= floor, name
     assert [x.dtype for x in bwd[:5]] == [BF16, BF16, BF16, FP32, FP32]
     assert bwd.dh0 is None if h0_dtype is None else bwd.dh0.dtype == FP32
 
@@ -821,7 +845,8 @@ def test_gradient_of_the_final_state_alone(device):
     ht.backward(weights)
     theirs = gradients(exact, args, (torch.zeros_like(args["v"]), weights))
     for name in ("k", "v", "g", "beta", "initial_state"):
-        assert rel_l2(leaves[name].grad, theirs[name]) <= CAP, name
+        floor = GATE_GRADIENT_FLOOR if name in ("g", "beta") else GRADIENT_FLOOR
+        assert rel_l2(leaves[name].grad, theirs[name]) <= floor, name
     assert leaves["q"].grad is None or not leaves["q"].grad.any()
 
 

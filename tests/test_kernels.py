@@ -96,7 +96,7 @@ def test_chunk_bwd(shape, regime, dtype):
 
     found = backward()
     for name, x, y in zip(("dq", "dk", "dv", "db", "dg", "dh0"), found, grads, strict=True):
-        # Under strong decay dg itself nearly vanishes.
-        floor = 1e-4 * do.double().norm() if name == "dg" else 0.0
+        # Under strong decay dg itself nearly vanishes, and dh0 falls below the numbers of fp16.
+        floor = {"dg": 1e-4, "dh0": 1e-6}.get(name, 0.0) * do.double().norm()
         assert x.isfinite().all() and (x - y).norm() <= GRADIENT_LIMITS[name] * max(y.norm(), floor), name
     assert all(torch.equal(x, y) for x, y in zip(found, backward(), strict=True))

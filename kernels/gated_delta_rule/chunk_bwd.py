@@ -627,11 +627,11 @@ def chunk_bwd(
     state_v_first: bool = False,
 ) -> ChunkBwd:
     """Two launches for arguments that were checked at the door. g_cumsum and A are the forward's; dg is with respect to
-    the gates before they were summed, and dg and dh0 are fp32."""
+    the gates before they were summed; dh0 is fp32."""
     B, num_tokens, H, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
-    q, k, v, do, A = (tma_ready(x) for x in (q, k, v, do, A))
+    q, k, v, do, A = (tma_ready(x) for x in (q, k, v, do.to(v.dtype), A))
     A = A.contiguous()
     empty = functools.partial(torch.empty, device=q.device)
     dq, dk, dv = (empty(x.shape, dtype=x.dtype) for x in (q, k, v))
@@ -643,11 +643,11 @@ def chunk_bwd(
             x.zero_()
         if dh0 is not None:
             dh0.zero_() if dht is None else dh0.copy_(dht)
-        return ChunkBwd(dq, dk, dv, db.to(beta.dtype), None if g_cumsum is None else dg, dh0)
+        return ChunkBwd(dq, dk, dv, db.to(beta.dtype), None if g_cumsum is None else dg.to(g_cumsum.dtype), dh0)
     h0 = None if h0 is None else state_rows(h0)
     dht = None if dht is None else state_rows(dht)
     # What is absent is read as a constant: the kernels have no branch for it.
-    g = constants(q.device)[0].expand(beta.shape) if g_cumsum is None else g_cumsum
+    g = constants(q.device)[0].expand(beta.shape) if g_cumsum is None else g_cumsum.float()
     beta_ = beta.float()
     slots_per_row = -(-num_tokens // CHUNK)
     slots = B * slots_per_row if cu_seqlens is None else num_tokens // CHUNK + N
@@ -672,7 +672,7 @@ def chunk_bwd(
             q, k, v, do, A, g, beta_, h, dh, dq, dk, dv, db, dg,
             min(sms, slots * H), HV // H, scale, slots_per_row, address(chunks), address(end),
         )  # fmt: skip
-    return ChunkBwd(dq, dk, dv, db.to(beta.dtype), None if g_cumsum is None else dg, dh0)
+    return ChunkBwd(dq, dk, dv, db.to(beta.dtype), None if g_cumsum is None else dg.to(g_cumsum.dtype), dh0)
 
 
 def _state_arguments(x: torch.Tensor | None) -> tuple[int, int, int, int]:
