@@ -151,9 +151,9 @@ def chunk_gated_delta_rule(
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
     if in_kernels and not needs_grad:
-        from flash_qla_tl.kernels.gated_delta_rule.fused_fwd import fused_fwd
+        from flash_qla_tl.kernels.gated_delta_rule.chunk_fwd import chunk_fwd
 
-        out = fused_fwd(
+        out = chunk_fwd(
             q,
             k,
             v,
@@ -172,6 +172,16 @@ def chunk_gated_delta_rule(
         )
         return out.o, out.ht
 
+    if in_kernels:
+        options = _Options(
+            scale,
+            output_final_state,
+            state_v_first,
+            use_qk_l2norm_in_kernel,
+            (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0,
+        )
+        return _ChunkGatedDeltaRule.apply(q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, options)
+
     dtype = q.dtype
     q, k, g, beta = activate(
         q,
@@ -186,10 +196,6 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
     )
-    if in_kernels:
-        return _ChunkGatedDeltaRule.apply(
-            q.to(dtype), k.to(dtype), v, g, beta, initial_state, cu_seqlens, scale, output_final_state, state_v_first
-        )
     boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     h0 = k_first(initial_state, state_v_first)
     out = chunked(q, k, v, g, beta, scale, h0, boundaries)
@@ -253,9 +259,9 @@ def chunk_gated_delta_rule_fwd(
         num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
 
     if on_kernels(OPERATOR, target.refusal(q, k, v), q, "auto"):
-        from flash_qla_tl.kernels.gated_delta_rule.fused_fwd import fused_fwd
+        from flash_qla_tl.kernels.gated_delta_rule.chunk_fwd import chunk_fwd
 
-        out = fused_fwd(
+        out = chunk_fwd(
             q,
             k,
             v,
@@ -363,30 +369,49 @@ def chunk_gated_delta_rule_bwd(
     return ChunkGatedDeltaRuleBwd(dq, dk, dv, db, dg, k_first(dh0, state_v_first))
 
 
+class _Options(NamedTuple):
+    """What a call of the kernels is told besides its tensors."""
+
+    scale: float
+    output_final_state: bool
+    state_v_first: bool
+    use_qk_l2norm: bool
+    beta_range: float  # the factor of beta's sigmoid, 0 for none
+
+
 class _ChunkGatedDeltaRule(torch.autograd.Function):
-    """The kernels with a gradient; everything optional on the way in is torch's to differentiate."""
+    """The kernels with a gradient.
+
+    Kept in between are the inputs as they came, which cost nothing where somebody else holds them; activated q, k and beta
+    are made again.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, h0, cu_seqlens, scale, output_final_state, state_v_first):
-        from flash_qla_tl.kernels.gated_delta_rule.fused_fwd import fused_fwd
+    def forward(ctx, q, k, v, g, beta, h0, A_log, dt_bias, cu_seqlens, options):
+        from flash_qla_tl.kernels.gated_delta_rule.chunk_fwd import chunk_fwd
 
-        out = fused_fwd(
-            q,
-            k,
+        active = _activated(q, k, beta, cu_seqlens, options)
+        out = chunk_fwd(
+            active[0],
+            active[1],
             v,
             g,
-            beta,
-            scale,
+            active[2],
+            options.scale,
             h0=h0,
             cu_seqlens=cu_seqlens,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
+            output_final_state=options.output_final_state,
+            state_v_first=options.state_v_first,
             output_A=True,
+            A_log=A_log,
+            dt_bias=dt_bias,
         )
         g_cumsum = None if g is None else out.g_cumsum
-        ctx.save_for_backward(q, k, v, g_cumsum, beta, out.A, h0, cu_seqlens)
-        ctx.scale, ctx.state_v_first = scale, state_v_first
-        ctx.dtypes = [None if x is None else x.dtype for x in (q, k, v, g, beta, h0)]
+        # A gate that is not activated has no part in the backward but by its sums.
+        raw_g = None if A_log is None else g
+        ctx.save_for_backward(q, k, v, raw_g, g_cumsum, beta, out.A, h0, A_log, dt_bias, cu_seqlens)
+        ctx.options = options
+        ctx.dtypes = [None if x is None else x.dtype for x in (q, k, v, g, beta, h0, A_log, dt_bias)]
         # A loss on one of the two outputs only must not cost a tensor of zeros for the other.
         ctx.set_materialize_grads(False)
         return out.o, out.ht
@@ -394,11 +419,56 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dht):
-        q, k, v, g_cumsum, beta, A, h0, cu_seqlens = ctx.saved_tensors
+        q, k, v, g, g_cumsum, beta, A, h0, A_log, dt_bias, cu_seqlens = ctx.saved_tensors
+        options = ctx.options
         if do is None:
             do = torch.zeros_like(v)
-        d = chunk_gated_delta_rule_bwd(
-            q, k, v, g_cumsum, beta, A, do, dht, ctx.scale, h0, cu_seqlens, ctx.state_v_first
+        active = _activated(q, k, beta, cu_seqlens, options)
+        dq, dk, dv, db, dg, dh0 = chunk_gated_delta_rule_bwd(
+            active[0],
+            active[1],
+            v,
+            g_cumsum,
+            active[2],
+            A,
+            do,
+            dht,
+            options.scale,
+            h0,
+            cu_seqlens,
+            options.state_v_first,
         )
-        grads = zip((d.dq, d.dk, d.dv, d.dg, d.db, d.dh0), ctx.dtypes, strict=True)
-        return *(None if x is None else x.to(dtype) for x, dtype in grads), None, None, None, None
+        del active
+        dA_log = ddt_bias = None
+        if options.use_qk_l2norm or options.beta_range or g is not None:
+            from flash_qla_tl.kernels.gated_delta_rule.activations import activations_bwd
+
+            dq, dk, dg, db, dA_log, ddt_bias = activations_bwd(
+                q,
+                k,
+                g,
+                beta,
+                dq,
+                dk,
+                dg,
+                db,
+                cu_seqlens=cu_seqlens,
+                use_qk_l2norm=options.use_qk_l2norm,
+                A_log=A_log,
+                dt_bias=dt_bias,
+                beta_range=options.beta_range,
+                sums=any(ctx.needs_input_grad[6:8]),
+            )
+        grads = zip((dq, dk, dv, dg, db, dh0, dA_log, ddt_bias), ctx.dtypes, strict=True)
+        return *(None if x is None or dtype is None else x.to(dtype) for x, dtype in grads), None, None
+
+
+def _activated(q, k, beta, cu_seqlens, options):
+    """q, k and beta as the recurrence takes them."""
+    if not options.use_qk_l2norm and not options.beta_range:
+        return q, k, beta
+    from flash_qla_tl.kernels.gated_delta_rule.activations import activations_fwd
+
+    return activations_fwd(
+        q, k, beta, cu_seqlens=cu_seqlens, use_qk_l2norm=options.use_qk_l2norm, beta_range=options.beta_range
+    )

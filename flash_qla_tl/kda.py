@@ -1,6 +1,7 @@
 """Kimi Delta Attention of Kimi Linear (arXiv:2510.26692): the delta rule with a decay for every channel.
 
-The public functions. The recurrence itself is in reference.py, its chunked form in docs/math.md.
+The public functions: checks, and the choice between the TileLang kernels and the torch path, which has the gradients.
+The recurrence itself is in reference.py, its chunked form in docs/math.md.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from torch import Tensor
 
 from flash_qla_tl import checks
 from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
+from flash_qla_tl.kernels.common import target
 from flash_qla_tl.reference import activate
 from flash_qla_tl.torch_chunked import states_by_chunk
 from flash_qla_tl.torch_kda import ChunkedKda, chunked_kda
 from flash_qla_tl.utils.index import prepare_chunk_offsets
 
 OPERATOR = "Kimi Delta Attention"
-REFUSAL = "there is no kernel of it yet"
+HEAD_DIM = 128
 
 
 def chunk_kda(
@@ -88,8 +90,9 @@ def chunk_kda(
         chunk_size: 64.
         transpose_state_layout: deprecated name of ``state_v_first``.
         disable_recompute: accepted and not needed.
-        backend: "auto" and "torch" run in torch, the former warning once if that is on a GPU;
-            "tilelang" insists on kernels, of which there are none yet.
+        backend: "auto" runs the kernels where they apply (Hopper, bf16 or fp16, K = V = 128, no
+            gradient needed) and torch otherwise, warning once for each reason if that is on a GPU;
+            "torch" and "tilelang" insist.
 
     Returns:
         ``o`` ``[B, T, HV, V]`` in the dtype of q, and the final state in the layout of
@@ -127,29 +130,52 @@ def chunk_kda(
         chunk_size=chunk_size,
         backend=backend,
     )
-    on_kernels(OPERATOR, REFUSAL, q, backend)
-    out = _in_torch(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale,
-        initial_state,
-        cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
-        state_v_first,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-    )
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    num_chunks = None
+    if return_intermediate_states and cu_seqlens_cpu is not None:
+        num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
+    activations = {
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "lower_bound": lower_bound,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+    }
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    if on_kernels(OPERATOR, refusal(q, k, v, inputs), q, backend):
+        from flash_qla_tl.kernels.kda.fwd import forward
+
+        ht = None
+        if output_final_state:
+            N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+            ht = q.new_empty(N, v.shape[2], HEAD_DIM, HEAD_DIM, dtype=torch.float32)
+        o, h = forward(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            h0=initial_state,
+            ht=ht,
+            cu_seqlens=cu_seqlens,
+            state_v_first=state_v_first,
+            output_h=return_intermediate_states,
+            num_chunks=num_chunks,
+            **activations,
+        )
+        return (o, ht, h) if return_intermediate_states else (o, ht)
+
+    boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    out = _in_torch(q, k, v, g, beta, scale, initial_state, boundaries, state_v_first, activations)
     o, ht = out.o.to(q.dtype), k_first(out.ht, state_v_first) if output_final_state else None
     if not return_intermediate_states:
         return o, ht
-    num_chunks = None if cu_seqlens_cpu is None else int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
     h = states_by_chunk(out.h.detach(), out.chunks, cu_seqlens, num_chunks, state_v_first)
     return o, ht, h.to(k.dtype)
 
@@ -206,38 +232,69 @@ def kda_fwd(
         out=out,
         final_state=final_state,
     )
-    on_kernels(OPERATOR, REFUSAL, q, "auto")
-    result = _in_torch(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale,
-        initial_state,
-        cu_seqlens,
-        True,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=True,
-    )
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    activations = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "lower_bound": lower_bound,
+        "use_beta_sigmoid_in_kernel": True,
+    }
+    if on_kernels(OPERATOR, refusal(q, k, v), q, "auto"):
+        from flash_qla_tl.kernels.kda.fwd import forward
+
+        o, _ = forward(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            h0=initial_state,
+            ht=final_state,
+            o=out,
+            cu_seqlens=cu_seqlens,
+            state_v_first=True,
+            **activations,
+        )
+        return o
+
+    result = _in_torch(q, k, v, g, beta, scale, initial_state, cu_seqlens, True, activations)
     if final_state is not None:
         final_state.copy_(result.ht.mT)
     return result.o.to(q.dtype) if out is None else out.copy_(result.o)
 
 
 def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
-    """Bytes of device memory that :func:`kda_fwd` needs beside its arguments: none.
+    """Bytes of device memory that the kernels of :func:`kda_fwd` need, at most, beside its arguments.
+
+    They are allocated by the call, and free again when it is done. Inputs that a kernel cannot read
+    where they are (see docs/kernels.md) are copied, which comes on top.
 
     Args:
         T_total: tokens of all sequences.
-        H: heads.
+        H: value heads.
         N: sequences.
     """
-    return 0
+    if T_total == 0 or N == 0:
+        return 0
+    # For every chunk and head three tiles [64, 128] and two [64, 64] of 16 bits and 128 decays of 32;
+    # and where the chunks of each sequence begin.
+    chunk = 3 * 64 * HEAD_DIM * 2 + 2 * 64 * 64 * 2 + HEAD_DIM * 4
+    return (T_total // 64 + N) * H * chunk + 4 * (N + 1)
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor | None, ...] = ()) -> str | None:
+    """Why the kernels do not take these tensors, or None where they do; ``inputs`` are all that may need a gradient."""
+    K, V = q.shape[3], v.shape[3]
+    if not K == V == HEAD_DIM:
+        return f"the kernels need head dims K = V = {HEAD_DIM}, got K={K}, V={V}"
+    reason = target.refusal(q, k, v)
+    if reason is None and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        reason = "there is no kernel of its backward yet, and an input requires a gradient"
+    return reason
 
 
 def _in_torch(
@@ -246,13 +303,11 @@ def _in_torch(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    scale: float | None,
+    scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     state_v_first: bool,
-    **activations: object,
+    activations: dict[str, object],
 ) -> ChunkedKda:
     q, k, g, beta = activate(q, k, g, beta, cu_seqlens=cu_seqlens, **activations)
-    if scale is None:
-        scale = q.shape[3] ** -0.5
     return chunked_kda(q, k, v, g, beta, scale, k_first(initial_state, state_v_first), cu_seqlens)

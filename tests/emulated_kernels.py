@@ -17,8 +17,10 @@ MODULE = "flash_qla_tl.kernels.gated_delta_rule."
 
 
 def install(monkeypatch):
-    monkeypatch.setitem(sys.modules, f"{MODULE}fused_fwd", SimpleNamespace(fused_fwd=fused_fwd))
+    monkeypatch.setitem(sys.modules, f"{MODULE}chunk_fwd", SimpleNamespace(chunk_fwd=chunk_fwd))
     monkeypatch.setitem(sys.modules, f"{MODULE}chunk_bwd", SimpleNamespace(chunk_bwd=chunk_bwd))
+    activations = SimpleNamespace(activations_fwd=activations_fwd, activations_bwd=activations_bwd)
+    monkeypatch.setitem(sys.modules, f"{MODULE}activations", activations)
     monkeypatch.setattr(target, "refusal", refusal)
 
 
@@ -31,7 +33,7 @@ def refusal(q, k, v):
 
 
 @torch.no_grad()
-def fused_fwd(
+def chunk_fwd(
     q,
     k,
     v,
@@ -91,3 +93,46 @@ def chunk_bwd(q, k, v, g_cumsum, beta, A, do, *, dht=None, scale, h0=None, cu_se
     rounded = lambda x: x.to(q.dtype).float()  # noqa: E731
     *grads, dh0 = chunked_bwd(q, k, v, g_cumsum, beta, do, layout(dht), scale, layout(h0), cu_seqlens, operand=rounded)
     return *grads, layout(dh0)
+
+
+def _activate(q, k, g, beta, cu_seqlens, use_qk_l2norm, A_log, dt_bias, beta_range):
+    return activate(
+        q,
+        k,
+        g,
+        beta,
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=use_qk_l2norm,
+        use_gate_in_kernel=A_log is not None,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=beta_range != 0,
+        allow_neg_eigval=beta_range == 2,
+    )
+
+
+@torch.no_grad()
+def activations_fwd(q, k, beta, *, cu_seqlens, use_qk_l2norm, beta_range):
+    dtype = q.dtype
+    q, k, _, beta = _activate(q, k, None, beta, cu_seqlens, use_qk_l2norm, None, None, beta_range)
+    return q.to(dtype), k.to(dtype), beta.float()
+
+
+def activations_bwd(
+    q, k, g, beta, dq, dk, dg, db, *, cu_seqlens, use_qk_l2norm, A_log, dt_bias, beta_range, sums=True
+):  # fmt: skip
+    inputs = q, k, g if A_log is not None else None, beta, A_log, dt_bias
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    weights = dq, dk, dg, db
+    with torch.enable_grad():
+        raw = leaves[:4]
+        active = _activate(*raw, cu_seqlens, use_qk_l2norm, *leaves[4:], beta_range)
+    found = dict(enumerate((*weights, None, None)))
+    changed = [i for i in range(4) if active[i] is not raw[i]]
+    wanted = [i for i in range(6) if leaves[i] is not None and (i in changed or i > 3 and sums)]
+    outputs = [active[i] for i in changed]
+    grads = torch.autograd.grad(
+        outputs, [leaves[i] for i in wanted], [weights[i].to(x.dtype) for i, x in zip(changed, outputs, strict=True)]
+    )
+    found.update(zip(wanted, grads, strict=True))
+    return tuple(found.values())

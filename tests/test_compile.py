@@ -9,7 +9,9 @@ import pytest
 tilelang = pytest.importorskip("tilelang")
 
 from flash_qla_tl.kernels.common.target import SMEM_CAPACITY, TARGET  # noqa: E402
-from flash_qla_tl.kernels.gated_delta_rule import chunk_bwd, chunk_states, fused_fwd, prepare  # noqa: E402
+from flash_qla_tl.kernels.gated_delta_rule import activations, chunk_bwd, chunk_fwd, chunk_intra, chunk_states  # noqa: E402
+from flash_qla_tl.kernels.kda import prepare as kda_prepare  # noqa: E402
+from flash_qla_tl.kernels.kda import state_loop as kda_state_loop  # noqa: E402
 
 
 def nvcc() -> str | None:
@@ -24,11 +26,6 @@ def nvcc() -> str | None:
 pytestmark = pytest.mark.skipif(nvcc() is None, reason="no nvcc: the kernels are not compiled")
 
 SPILL_BYTES = 64
-# 128 x (24 + 104 + 2 x 192) registers are the whole register file. The words that spill belong to the gate and
-# store warps, which wait most of the time, and to the auxiliary warpgroup outside its dependent chain; fewer
-# registers for the state warpgroups would serialize their wgmma (C7512), which costs more.
-FUSED_FWD_SPILL_BYTES = 256  # at K = 128, VR = 128
-
 # Two accumulator registers of a compute thread spill once a head, beside some 20 products; the rest once a chunk or in the
 # warps that load and store.
 CHUNK_BWD_SPILL_BYTES = 320
@@ -64,10 +61,15 @@ def check(build, args, tmp_path, spill_bytes=SPILL_BYTES):
     return source
 
 
-@pytest.mark.parametrize("config", fused_fwd.configs(), ids=str)
-def test_fused_fwd(config, tmp_path):
-    full = config.K == config.VR == 128
-    source = check(fused_fwd.build, (config,), tmp_path, FUSED_FWD_SPILL_BYTES if full else SPILL_BYTES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("K", [64, 128])
+def test_chunk_intra(K, dtype, tmp_path):
+    check(chunk_intra.build, (K, dtype), tmp_path)
+
+
+@pytest.mark.parametrize("config", chunk_fwd.configs(), ids=str)
+def test_chunk_fwd(config, tmp_path):
+    source = check(chunk_fwd.build, (config,), tmp_path)
     # The state is the register operand of its products, and tiles come and go by TMA.
     assert "wgmma_rs" in source and "tma_load" in source and "tma_store" in source
 
@@ -83,7 +85,19 @@ def test_chunk_bwd(config, tmp_path):
     check(chunk_bwd.build, (config,), tmp_path, CHUNK_BWD_SPILL_BYTES)
 
 
+@pytest.mark.parametrize("config", kda_prepare.configs(), ids=str)
+def test_kda_prepare(config, tmp_path):
+    assert "tma_load" in check(kda_prepare.build, (config,), tmp_path)
+
+
+@pytest.mark.parametrize("config", kda_state_loop.configs(), ids=str)
+def test_kda_state_loop(config, tmp_path):
+    source = check(kda_state_loop.build, (config,), tmp_path)
+    assert "wgmma_rs" in source and "tma_load" in source and "tma_store" in source
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("K", [64, 128])
-def test_prepare(K, dtype, tmp_path):
-    check(prepare.build, (K, dtype), tmp_path)
+@pytest.mark.parametrize("build", [activations.build_fwd, activations.build_bwd], ids=["fwd", "bwd"])
+def test_activations(build, K, dtype, tmp_path):
+    check(build, (K, dtype), tmp_path, spill_bytes=0)

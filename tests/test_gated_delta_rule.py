@@ -262,12 +262,98 @@ def test_activations(device, norm, beta, gated):
     check_gradients(args, **options)
 
 
+def inside(device, *shape, HV=4, dt_bias=True, **kwargs):
+    """Arguments and options with every activation inside."""
+    args = inputs(*shape, HV=HV, normalised=False, device=device, **kwargs)
+    args["g"], args["beta"] = torch.randn_like(args["g"]), torch.randn_like(args["beta"])
+    args["A_log"] = torch.randn(HV, device=device)
+    if dt_bias:
+        args["dt_bias"] = torch.randn(HV, device=device)
+    return args, {**NORM, **SIGMOID, "use_gate_in_kernel": True}
+
+
+@pytest.mark.parametrize("dt_bias", [False, True], ids=["", "dt_bias"])
+@pytest.mark.parametrize("g_dtype, beta_dtype", [(BF16, FP32), (FP32, BF16), (FP16, FP16)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_gradients_of_raw_inputs(device, dtype, g_dtype, beta_dtype, dt_bias):
+    """Each in the dtype it came in, the parameters of the gate included; more heads than a warp has lanes."""
+    kwargs = {"dtype": dtype, "g_dtype": g_dtype, "beta_dtype": beta_dtype, "dt_bias": dt_bias}
+    args, options = inside(device, 2, 70, 2, **kwargs)
+    args["A_log"] = args["A_log"].to(beta_dtype)
+    check_gradients(args, **options)
+    args, options = inside(device, 1, 40, 1, HV=35, **kwargs)
+    check_gradients(args, **options)
+
+
+def test_gradients_of_raw_inputs_in_any_strides(device):
+    B, T, H, D = 2, 70, 2, 64
+    qkv = torch.randn(B, T, 3 * H * D, dtype=BF16, device=device)
+    q, k, v = (x.unflatten(-1, (H, D)) for x in qkv.split(H * D, dim=-1))
+    ba = torch.randn(B, T, 2 * H, device=device)
+    odd = torch.randn(B, T, H, D + 1, dtype=BF16, device=device)
+    options = {**NORM, **SIGMOID, "use_gate_in_kernel": True}
+    for key in (k, odd[..., 1:], k[:, :, :1].expand(B, T, H, D), k[:1].expand(B, T, H, D)):
+        views = {"q": q, "k": key, "v": v, "g": ba[..., :H], "beta": ba[..., H:], "A_log": torch.ones(H, device=device)}
+        outputs = run(views, **options)
+        weights = tuple(torch.randn_like(x) for x in outputs)
+        leaves = {name: x.detach().requires_grad_() for name, x in views.items()}
+        grads = torch.autograd.grad(run(leaves, **options), leaves.values(), weights)
+        copies = gradients(run, {name: x.contiguous() for name, x in views.items()}, weights, **options)
+        # torch's own sums take their order from the strides.
+        pairs = zip(grads, copies.values(), strict=True)
+        assert all(torch.equal(x, y) if device == "cuda" else rel_l2(x, y) <= 1e-3 for x, y in pairs)
+
+
+@pytest.mark.parametrize("name", [*TOKENS, "initial_state", "A_log", "dt_bias"])
+def test_gradient_of_one_raw_input_alone(device, name):
+    args, options = inside(device, 1, 70, 2, h0_dtype=FP32)
+    everything = gradients(run, args, (torch.ones_like(args["v"]), None), **options)
+    args[name].requires_grad_()
+    o, _ = run(args, **options)
+    (grad,) = torch.autograd.grad(o, args[name], torch.ones_like(o))
+    assert torch.equal(grad, everything[name])
+
+
+def test_gradients_of_raw_inputs_twice(device):
+    """The same to the bit, on a graph that was kept: nothing saved is written to."""
+    args, options = inside(device, H=2, lengths=[300, 1, 0, 130], g_dtype=BF16)
+    leaves = {name: x.requires_grad_() for name, x in floats(args).items()}
+    o = run({**args, **leaves}, **options)[0].sum()
+    once = torch.autograd.grad(o, leaves.values(), retain_graph=True)
+    for _ in range(10 if device == "cuda" else 1):
+        assert same(once, torch.autograd.grad(o, leaves.values(), retain_graph=True))
+
+
+@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=on_gpu)], indirect=True)
+def test_bytes_saved_for_the_backward(device):
+    """With every activation inside no more than with all outside, but the raw gate and what is as small."""
+    plain = inputs(H=2, HV=4, K=64, lengths=[100, 30], h0_dtype=FP32, device=device)
+    raw, options = inside(device, H=2, K=64, lengths=[100, 30], h0_dtype=FP32)
+
+    def saved(args, **options):
+        leaves = {name: x.requires_grad_() for name, x in floats(args).items()}
+        given = {x.untyped_storage().data_ptr() for x in leaves.values()}
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            outputs = run({**args, **leaves}, **options)
+        new = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+        new = sum(size for address, size in new.items() if address not in given)
+        assert all(x.requires_grad for x in outputs)
+        return sum(x.nbytes for x in kept), new
+
+    total, new = saved(raw, **options)
+    expected_total, expected_new = saved(plain)
+    assert total <= expected_total + sum(raw[name].nbytes for name in ("g", "A_log", "dt_bias"))
+    assert new <= expected_new
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_norm_of_rows_of_zeros_and_of_large_rows(device, dtype):
     args = inputs(1, 70, 1, dtype=dtype, device=device)
     args["q"][:, 3], args["k"][:, 5] = 0, 0
     args["k"][:, 7], args["q"][:, 9] = 300, 300  # whose squares pass the range of fp16
     check(args, **NORM)
+    check_gradients(args, **NORM)
 
 
 @pytest.mark.parametrize("beta_dtype", [FP32, BF16, FP16], ids=str)
@@ -409,16 +495,21 @@ def test_rows_past_the_last_sequence(device, lengths, T):
         assert grad.sum().isfinite(), name
 
 
-def test_rows_past_the_last_sequence_in_the_activations(device):
+@pytest.mark.parametrize("norm", [{}, NORM], ids=["", "l2norm"])
+@pytest.mark.parametrize("beta", [{}, SIGMOID], ids=["", "sigmoid"])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gate"])
+def test_rows_past_the_last_sequence_in_the_activations(device, gated, beta, norm):
     """A gradient of 0 times a derivative of NaN once reached the parameters of the gate."""
     args = inputs(H=1, HV=2, lengths=[73, 42], T=140, device=device)
-    for name in TOKENS:
-        args[name][:, 115:] = torch.nan
-    args |= {"A_log": torch.zeros(2, device=device), "dt_bias": torch.zeros(2, device=device)}
-    run_all = lambda args: run(args, use_gate_in_kernel=True, **NORM, **SIGMOID)  # noqa: E731
+    for name, garbage in zip(TOKENS, (torch.nan, torch.inf, torch.nan, -torch.inf, torch.nan), strict=True):
+        args[name][:, 115:] = garbage
+    if gated:
+        args |= {"A_log": torch.zeros(2, device=device), "dt_bias": torch.zeros(2, device=device)}
+    run_all = lambda args: run(args, use_gate_in_kernel=gated, **norm, **beta)  # noqa: E731
     o, ht = run_all(args)
     grads = gradients(run_all, args, (torch.randn_like(o), torch.randn_like(ht)))
     assert all(grad.isfinite().all() for grad in grads.values())
+    assert not any(grads[name][:, 115:].any() for name in TOKENS)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 0), (2, 0)])

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention through its public functions: small on the CPU, the same on the GPU.
+"""Kimi Delta Attention through its public functions: small on the CPU, the same and more on the GPU.
 
 The reference is the chunked form in float64, which test_kda_reference.py has shown to be the
 recurrence. The budget of an error is twice that of a 16-bit emulation of the same form on the same
@@ -8,21 +8,14 @@ inputs, and never more than testing.CAP. What failed in the field once is a case
 import inspect
 import warnings
 
+import emulated_kda
 import pytest
 import torch
 
 from flash_qla_tl import chunk_kda, dispatch, get_workspace_size, kda_fwd
 from flash_qla_tl.compat import flash_kda
-from flash_qla_tl.testing import (
-    CAP,
-    CAP_NEG_EIGVAL,
-    KDA_GATES,
-    KDA_LOWER_BOUND_GATES,
-    budget,
-    emulated,
-    kda_inputs,
-    rel_l2,
-)
+from flash_qla_tl.testing import CAP, CAP_NEG_EIGVAL, KDA_GATES, KDA_LOWER_BOUND_GATES, budget, emulated, rel_l2
+from flash_qla_tl.testing import kda_inputs as any_inputs
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -37,11 +30,35 @@ on_gpu = pytest.mark.gpu
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=on_gpu)])
 def device(request):
+    """The torch path, and the kernels."""
     return request.param
 
 
+@pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=on_gpu)])
+def anywhere(request, monkeypatch):
+    """... and the kernel path around an emulated kernel."""
+    if request.param != "emulated":
+        return request.param
+    emulated_kda.install(monkeypatch)
+    return "cpu"
+
+
+def kda_inputs(*args, **kwargs):
+    """K = V = 128, which is what the kernels take, unless told otherwise."""
+    return any_inputs(*args, **kwargs) if len(args) > 4 else any_inputs(*args, **{"K": 128, **kwargs})
+
+
+def in_kernels(args):
+    q, v = args["q"], args["v"]
+    here = (q.is_cuda or emulated_kda.installed()) and q.dtype in (BF16, FP16) and q.shape[3] == v.shape[3] == 128
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in floats(args).values())
+    return here and not needs_grad
+
+
 def run(args, **options):
-    return chunk_kda(**{"output_final_state": True, **args, **options})
+    """Where there are kernels for these tensors, insists on them."""
+    args = {"output_final_state": True, **args, **options}
+    return chunk_kda(**{"backend": "tilelang" if in_kernels(args) else "auto", **args})
 
 
 def floats(args):
@@ -50,7 +67,7 @@ def floats(args):
 
 def exact(args, **options):
     args = {**args, **options}
-    return run({**args, **{name: x.double() for name, x in floats(args).items()}})
+    return run({**args, **{name: x.double() for name, x in floats(args).items()}}, backend="torch")
 
 
 def check_outputs(outputs, args, cap=CAP):
@@ -63,8 +80,11 @@ def check_outputs(outputs, args, cap=CAP):
     for n, (x, y) in enumerate(zip(outputs[1], reference[1], strict=True)):
         bos, eos = (0, None) if cu is None else (int(cu[n]), int(cu[n + 1]))
         row = n if cu is None else 0
-        o, exact_o = (whole[row, bos:eos].transpose(0, 1) for whole in (outputs[0], reference[0]))
-        assert _worst_head(o, exact_o) <= 2 * cap, f"o of sequence {n}"
+        o, exact_o, honest = (whole[row, bos:eos].transpose(0, 1) for whole in (outputs[0], reference[0], emulation[0]))
+        # Where q and k of a single token are nearly orthogonal, all of o is rounding.
+        typical = 0.5 * reference[0].square().mean().sqrt() * o[0].numel() ** 0.5
+        limit = max(2 * cap, 2 * _worst_head(honest, exact_o, typical))
+        assert _worst_head(o, exact_o, typical) <= limit, f"o of sequence {n}"
         assert _worst_head(x, y) <= 2 * cap, f"ht of sequence {n}"
 
 
@@ -77,15 +97,17 @@ def check(args, cap=CAP, **options):
     return outputs
 
 
-def _worst_head(x, y):
-    error = (x.double() - y).flatten(1).norm(dim=1)
-    size = y.flatten(1).norm(dim=1)
-    return (error / size.where(size > 0, 1)).max().item() if y.numel() else 0.0
+def _worst_head(x, y, typical=0.0):
+    """The largest relative error of a head, one that is smaller than typical being taken for that."""
+    if not y.numel():
+        return 0.0
+    error, size = (x.double() - y).flatten(1).norm(dim=1), y.flatten(1).norm(dim=1).clamp_min(typical)
+    return (error / size.where(size > 0, 1)).max().item()
 
 
 def fwd_inputs(*args, **kwargs):
     """Arguments of kda_fwd, and those of chunk_kda that mean the same."""
-    given = kda_inputs(*args, **{"state_v_first": True, "K": 128, **kwargs})
+    given = kda_inputs(*args, **{"state_v_first": True, **kwargs})
     forward = {name: x for name, x in given.items() if name not in INSIDE}
     return {"scale": 0.09, **forward}, {"scale": 0.09, **given}
 
@@ -112,12 +134,14 @@ def test_dtypes_and_head_dims(device, dtype, K, V, regime):
     check(kda_inputs(H=1, HV=2, K=K, V=V, lengths=[65, 1, 0, 130], **kwargs))
 
 
-@pytest.mark.parametrize("H, HV", [(1, 1), (1, 2), (1, 3), (1, 8), (3, 3), (12, 12), (2, 6), (4, 32)])
+@pytest.mark.parametrize(
+    "H, HV", [(1, 1), (1, 2), (1, 3), (1, 8), (3, 3), (12, 12), (2, 6), (4, 32), pytest.param(9, 72, marks=on_gpu)]
+)
 def test_heads(device, H, HV):
     """Grouped value heads and counts that no power of two divides, unlike from head to head."""
     args = kda_inputs(2, 100, H, HV, h0_dtype=FP32, device=device)
     args["A_log"] = torch.linspace(-2, 2, HV, device=device)
-    args["dt_bias"] = torch.randn(HV, 64, device=device)
+    args["dt_bias"] = torch.randn(HV, 128, device=device)
     check(args)
 
 
@@ -131,6 +155,17 @@ def test_lengths_packed(device, regime):
 @pytest.mark.parametrize("T", TAILS)
 def test_lengths_dense(device, T):
     check(kda_inputs(2, T, 1, 2, h0_dtype=FP32, device=device))
+
+
+@pytest.mark.parametrize("HV", [1, pytest.param(8, marks=on_gpu)])
+def test_ragged_behind_full_chunks(device, HV):
+    """A kernel keeps chunks in flight: a last chunk in every place of its rings, once round and again.
+
+    With 8 heads of 14 sequences a CTA carries a whole head, and half of one otherwise.
+    """
+    chunks = range(2, 9) if device == "cuda" else (3,)
+    lengths = [64 * n + tail for n in chunks for tail in (1, 40)]
+    check(kda_inputs(H=1, HV=HV, lengths=lengths, regime="faint", h0_dtype=FP32, device=device))
 
 
 @pytest.mark.parametrize("regime", KDA_GATES)
@@ -167,62 +202,62 @@ def test_slightly_positive_gates(device):
 
 
 @pytest.mark.parametrize("scale", [None, 0.0, 0.1, 1, -2.0])
-def test_scale(device, scale):
+def test_scale(anywhere, scale):
     """0.0 is a value, and no value may be baked into a kernel under another's name."""
-    o, _ = check(kda_inputs(1, 70, 1, device=device), scale=scale)
+    o, _ = check(kda_inputs(1, 70, 1, device=anywhere), scale=scale)
     assert scale != 0.0 or not o.any()
 
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("beta", ["beta", "sigmoid", "neg_eigval"])
 @pytest.mark.parametrize("norm", [False, True])
-def test_activations(device, norm, beta, inside):
+def test_activations(anywhere, norm, beta, inside):
     regime = "normal" if inside else "spike"
-    args = kda_inputs(H=2, HV=4, lengths=[65, 0, 30], regime=regime, activations=norm, h0_dtype=FP32, device=device)
+    args = kda_inputs(H=2, HV=4, lengths=[65, 0, 30], regime=regime, activations=norm, h0_dtype=FP32, device=anywhere)
     shape = args["beta"].shape
-    args["beta"] = torch.rand(shape, device=device) if beta == "beta" else torch.randn(shape, device=device)
+    args["beta"] = torch.rand(shape, device=anywhere) if beta == "beta" else torch.randn(shape, device=anywhere)
     args["use_beta_sigmoid_in_kernel"] = beta != "beta"
     args["allow_neg_eigval"] = beta == "neg_eigval"
     check(args, CAP_NEG_EIGVAL if beta == "neg_eigval" else CAP)
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, -1, 0, None])
-def test_lower_bound(device, lower_bound):
+def test_lower_bound(anywhere, lower_bound):
     """It chooses the formula of the gate, and 0 is a bound."""
-    args = kda_inputs(1, 100, 1, 2, h0_dtype=FP32, device=device)
+    args = kda_inputs(1, 100, 1, 2, h0_dtype=FP32, device=anywhere)
     check(args, lower_bound=lower_bound)
 
 
-def test_no_A_log_is_one_of_zeros(device):
-    args = kda_inputs(1, 100, 1, 2, regime="bias 2", device=device)
+def test_no_A_log_is_one_of_zeros(anywhere):
+    args = kda_inputs(1, 100, 1, 2, regime="bias 2", device=anywhere)
     assert same(check({**args, "A_log": None}), run(args))
 
 
-def test_no_dt_bias_is_one_of_zeros(device):
-    args = kda_inputs(1, 100, 1, 2, regime="softplus", device=device)
+def test_no_dt_bias_is_one_of_zeros(anywhere):
+    args = kda_inputs(1, 100, 1, 2, regime="softplus", device=anywhere)
     assert same(check({**args, "dt_bias": None}), run(args))
 
 
-def test_shapes_of_dt_bias(device):
+def test_shapes_of_dt_bias(anywhere):
     """[HV, K] and flat; of another stride too."""
-    args = kda_inputs(1, 100, 1, 2, device=device)
-    bias = torch.randn(2, 64, device=device)
+    args = kda_inputs(1, 100, 1, 2, device=anywhere)
+    bias = torch.randn(2, 128, device=anywhere)
     args["dt_bias"] = bias
     expected = check(args)
     assert same(run(args, dt_bias=bias.flatten()), expected)
     assert same(run(args, dt_bias=bias.T.contiguous().T), expected)
 
 
-def test_parameters_of_a_gate_outside_are_not_read(device):
-    args = kda_inputs(1, 70, 1, 2, regime="spike", device=device)
-    nan = torch.full((1,), torch.nan, device=device)
+def test_parameters_of_a_gate_outside_are_not_read(anywhere):
+    args = kda_inputs(1, 70, 1, 2, regime="spike", device=anywhere)
+    nan = torch.full((1,), torch.nan, device=anywhere)
     assert same(run(args, A_log=nan, dt_bias=nan, lower_bound=1.0), run(args))
 
 
 @pytest.mark.parametrize("beta_dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("g_dtype", [FP32, BF16, FP16], ids=str)
-def test_dtypes_of_gate_and_beta(device, g_dtype, beta_dtype):
-    args = kda_inputs(1, 100, 1, 2, g_dtype=g_dtype, beta_dtype=beta_dtype, device=device)
+def test_dtypes_of_gate_and_beta(anywhere, g_dtype, beta_dtype):
+    args = kda_inputs(1, 100, 1, 2, g_dtype=g_dtype, beta_dtype=beta_dtype, device=anywhere)
     check(args)
     for parameter in ("A_log", "dt_bias"):
         check(args, **{parameter: torch.randn_like(args[parameter]).to(g_dtype)})
@@ -231,36 +266,36 @@ def test_dtypes_of_gate_and_beta(device, g_dtype, beta_dtype):
 @pytest.mark.parametrize("state_v_first", [False, True])
 @pytest.mark.parametrize("h0_dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("K, V", [(64, 128), (128, 128)])
-def test_initial_state(device, K, V, h0_dtype, state_v_first):
+def test_initial_state(anywhere, K, V, h0_dtype, state_v_first):
     """Read in the dtype and layout it has: a square head dim hides a mix-up from every check."""
     args = kda_inputs(
-        H=1, HV=2, K=K, V=V, lengths=[70, 1, 64], h0_dtype=h0_dtype, state_v_first=state_v_first, device=device
+        H=1, HV=2, K=K, V=V, lengths=[70, 1, 64], h0_dtype=h0_dtype, state_v_first=state_v_first, device=anywhere
     )
     o, ht = check(args)
     other = {**args, "initial_state": args["initial_state"].mT.contiguous(), "state_v_first": not state_v_first}
     assert same(run(other), (o, ht.mT))
 
 
-def test_former_name_of_the_layout(device):
-    args = kda_inputs(1, 70, 1, K=64, V=128, h0_dtype=FP32, state_v_first=True, device=device)
+def test_former_name_of_the_layout(anywhere):
+    args = kda_inputs(1, 70, 1, K=64, V=128, h0_dtype=FP32, state_v_first=True, device=anywhere)
     expected = run(args)
     del args["state_v_first"]
     with pytest.warns(DeprecationWarning, match="use state_v_first"):
         assert same(run(args, transpose_state_layout=True), expected)
 
 
-def test_final_state_only_on_request(device):
-    args = kda_inputs(1, 10, 1, h0_dtype=FP32, device=device)
+def test_final_state_only_on_request(anywhere):
+    args = kda_inputs(1, 10, 1, h0_dtype=FP32, device=anywhere)
     assert chunk_kda(**args)[1] is None
     assert len(chunk_kda(**args, return_intermediate_states=True)) == 3
 
 
 @pytest.mark.parametrize("state_v_first", [False, True])
 @pytest.mark.parametrize("lengths", [None, [70, 0, 64, 1, 130]])
-@pytest.mark.parametrize("K, V", [(64, 128), (128, 64)])
-def test_intermediate_states(device, K, V, lengths, state_v_first):
+@pytest.mark.parametrize("K, V", [(64, 128), (128, 64), (128, 128)])
+def test_intermediate_states(anywhere, K, V, lengths, state_v_first):
     """Those that a run over the tokens before ends with."""
-    args = kda_inputs(2, 150, 2, 4, K, V, lengths=lengths, h0_dtype=FP32, state_v_first=state_v_first, device=device)
+    args = kda_inputs(2, 150, 2, 4, K, V, lengths=lengths, h0_dtype=FP32, state_v_first=state_v_first, device=anywhere)
     args["return_intermediate_states"] = True
     o, ht, h = run(args)
     theirs = exact(args)
@@ -283,10 +318,20 @@ def test_intermediate_states(device, K, V, lengths, state_v_first):
     assert not run(args)[2].requires_grad
 
 
+@on_gpu
+def test_intermediate_states_of_whole_heads():
+    """The variant for many heads."""
+    args = kda_inputs(H=4, HV=8, lengths=[70 * n for n in range(20)], h0_dtype=FP16, dtype=FP16, device="cuda")
+    for x, y in zip(
+        run(args, return_intermediate_states=True), exact(args, return_intermediate_states=True), strict=True
+    ):
+        assert rel_l2(x, y) <= CAP
+
+
 @pytest.mark.parametrize("split", [1, 63, 64, 65, 128, 299])
-def test_resuming(device, split):
+def test_resuming(anywhere, split):
     """A prompt in two parts, where an initial state was once ignored."""
-    args = kda_inputs(1, 300, 2, regime="faint", h0_dtype=FP32, device=device)
+    args = kda_inputs(1, 300, 2, regime="faint", h0_dtype=FP32, device=anywhere)
     o, ht = exact(args)
     first = {**args, **{name: args[name][:, :split] for name in TOKENS}}
     o1, state = run(first)
@@ -297,18 +342,18 @@ def test_resuming(device, split):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_dtype_of_cu_seqlens(device, dtype):
-    check(kda_inputs(H=1, lengths=[70, 3], cu_dtype=dtype, device=device))
+def test_dtype_of_cu_seqlens(anywhere, dtype):
+    check(kda_inputs(H=1, lengths=[70, 3], cu_dtype=dtype, device=anywhere))
 
 
-def test_cu_seqlens_cpu(device):
-    args = kda_inputs(H=1, lengths=[64, 65, 71], device=device)
+def test_cu_seqlens_cpu(anywhere):
+    args = kda_inputs(H=1, lengths=[64, 65, 71], device=anywhere)
     assert same(run(args, cu_seqlens_cpu=args["cu_seqlens"].cpu()), run(args))
 
 
-def test_cu_seqlens_changed_in_place(device):
+def test_cu_seqlens_changed_in_place(anywhere):
     """The same tensor, the same N and T, other boundaries."""
-    args = kda_inputs(H=1, lengths=[64, 65, 71], device=device)
+    args = kda_inputs(H=1, lengths=[64, 65, 71], device=anywhere)
     check(args)
     args["cu_seqlens"].copy_(torch.tensor([0, 1, 130, 200]))
     check(args)
@@ -343,43 +388,44 @@ def test_tail_beside_large_values(device, tail):
 
 
 @pytest.mark.parametrize("future", ["random", "saturated", "no decay", "reset"])
-@pytest.mark.parametrize("past", [20, 40, 70])
+@pytest.mark.parametrize("past", [1, 20, 40, 63, 70])
 def test_the_future_changes_nothing(device, past, future):
     """An anchor in the middle of a block let gates behind a token round its output otherwise.
 
-    Two continuations of ``past`` tokens that end within a chunk, and within 16 rows of it.
+    Two continuations of ``past`` tokens that end within a chunk, and within 16 rows of it. Whole exponents are
+    what anchors take out: to the bit, though no more than rounding is promised.
     """
-    first, second = (kda_inputs(1, 100, 1, 2, 128, device=device) for _ in range(2))
+    first, second = (kda_inputs(1, 100, 1, 2, device=device) for _ in range(2))
     if future != "random":
         second["g"].fill_(20 if future == "saturated" else -20)
     if future == "reset":
         for args in (first, second):
             args.update(use_gate_in_kernel=False, g=-args["g"].abs())
         second["g"].fill_(-1000)
+    for name in ("q", "k", "v") if future == "saturated" else ():
+        second[name] *= -30
     for name in TOKENS:
         second[name][:, :past] = first[name][:, :past]
     o1, o2 = (run(args)[0] for args in (first, second))
     assert o1.isfinite().all() and o2.isfinite().all()
-    assert rel_l2(o1[:, :past], o2[:, :past]) < 0.002
-    if device == "cpu":
-        assert torch.equal(o1[:, :past], o2[:, :past])
+    assert torch.equal(o1[:, :past], o2[:, :past])
 
 
 @pytest.mark.parametrize("h0_dtype", [None, FP32], ids=["zeros", "h0"])
-def test_empty_sequences(device, h0_dtype):
+def test_empty_sequences(anywhere, h0_dtype):
     """What was left in shared memory once became the state of a sequence without tokens."""
-    args = kda_inputs(H=2, lengths=[0, 64, 0, 36, 0], h0_dtype=h0_dtype, device=device)
+    args = kda_inputs(H=2, lengths=[0, 64, 0, 36, 0], h0_dtype=h0_dtype, device=anywhere)
     _, ht = check(args)
     state = args.get("initial_state", torch.zeros_like(ht))
     assert torch.equal(ht[::2], state[::2])
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 0), (2, 0)])
-def test_nothing_at_all_dense(device, shape):
-    args = kda_inputs(*shape, 2, 4, h0_dtype=FP32, device=device)
+def test_nothing_at_all_dense(anywhere, shape):
+    args = kda_inputs(*shape, 2, 4, h0_dtype=FP32, device=anywhere)
     o, ht, h = run(args, return_intermediate_states=True)
-    assert o.shape == (*shape, 4, 64) and torch.equal(ht, args["initial_state"])
-    assert h.shape == (shape[0], -(-shape[1] // 64), 4, 64, 64)
+    assert o.shape == (*shape, 4, 128) and torch.equal(ht, args["initial_state"])
+    assert h.shape == (shape[0], -(-shape[1] // 64), 4, 128, 128)
     del args["initial_state"]
     o, ht = run(args)
     assert not ht.any()
@@ -390,10 +436,10 @@ def test_nothing_at_all_dense(device, shape):
 @pytest.mark.parametrize("h0_dtype", [None, FP32, BF16], ids=str)
 @pytest.mark.parametrize("H", [1, 4])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
-def test_nothing_at_all_packed(device, lengths, H, h0_dtype):
+def test_nothing_at_all_packed(anywhere, lengths, H, h0_dtype):
     """T = 0: another implementation aborted."""
-    args, both = fwd_inputs(H=H, T=0, lengths=lengths, h0_dtype=h0_dtype, device=device)
-    state = both.get("initial_state", torch.zeros(len(lengths), H, 128, 128, device=device))
+    args, both = fwd_inputs(H=H, T=0, lengths=lengths, h0_dtype=h0_dtype, device=anywhere)
+    state = both.get("initial_state", torch.zeros(len(lengths), H, 128, 128, device=anywhere))
     o, ht = run(both)
     assert o.shape == (1, 0, H, 128) and torch.equal(ht, state.float())
     final_state = torch.full_like(state, torch.nan)
@@ -402,9 +448,9 @@ def test_nothing_at_all_packed(device, lengths, H, h0_dtype):
 
 
 @pytest.mark.parametrize("lengths, T", [([73, 42, 94], 256), ([0, 30], 64), ([], 40)])
-def test_rows_past_the_last_sequence(device, lengths, T):
+def test_rows_past_the_last_sequence(anywhere, lengths, T):
     """Zero, and so are their gradients: what is summed over all rows must not meet garbage."""
-    args = kda_inputs(H=1, HV=2, lengths=lengths, T=T, device=device)
+    args = kda_inputs(H=1, HV=2, lengths=lengths, T=T, device=anywhere)
     end = sum(lengths)
     for name in TOKENS:
         args[name][:, end:] = torch.nan
@@ -416,28 +462,63 @@ def test_rows_past_the_last_sequence(device, lengths, T):
     assert not any(grads[name][:, end:].any() for name in TOKENS)
 
 
-def test_strided_inputs(device):
+def test_strided_inputs(anywhere):
     """Views of one fused projection, transposes, broadcasts: right, and equal to their copies."""
-    B, T, H, HV, D = 2, 100, 2, 4, 64
-    qkv = torch.randn(B, T, (2 * H + HV) * D, dtype=BF16, device=device)
+    B, T, H, HV, D = 2, 100, 2, 4, 128
+    qkv = torch.randn(B, T, (2 * H + HV) * D, dtype=BF16, device=anywhere)
     q, k, v = qkv.split((H * D, H * D, HV * D), dim=-1)
-    given = kda_inputs(B, T, H, HV, D, regime="normal", device=device)
+    given = kda_inputs(B, T, H, HV, D, regime="normal", device=anywhere)
     views = {
         "q": q.unflatten(-1, (H, D)),
         "k": k.unflatten(-1, (H, D)),
         "v": v.unflatten(-1, (HV, D)),
-        "g": torch.randn(B, HV, T, D, device=device).transpose(1, 2),
-        "beta": torch.rand(B, T, 1, device=device).expand(B, T, HV),
-        "initial_state": torch.randn(B, HV, D, D, device=device).mT,
-        "A_log": torch.randn(HV, 3, device=device)[:, 1],
+        "g": torch.randn(B, HV, T, D, device=anywhere).transpose(1, 2),
+        "beta": torch.rand(B, T, 1, device=anywhere).expand(B, T, HV),
+        "initial_state": torch.randn(B, HV, D, D, device=anywhere).mT,
+        "A_log": torch.randn(HV, 3, device=anywhere)[:, 1],
     }
     copies = {name: x.contiguous() for name, x in views.items()}
-    assert same(check({**given, **views}), run({**given, **copies}))
+    ours, theirs = check({**given, **views}), run({**given, **copies})
+    assert (
+        same(ours, theirs) or anywhere == "cpu" and all(rel_l2(x, y) <= 1e-3 for x, y in zip(ours, theirs, strict=True))
+    )
 
 
-def test_one_dtype_after_the_other(device):
+@pytest.mark.parametrize("offset, last", [(1, 1), (4, 1), (0, 2)])
+def test_strides_a_kernel_cannot_take(anywhere, offset, last):
+    """Rows that are not 16-byte aligned, and a last stride of 2; of the outputs too."""
+    args, both = fwd_inputs(1, 70, 1, 2, g_dtype=BF16, device=anywhere)
+
+    def odd(x):
+        return x.new_zeros(*x.shape[:-1], (x.shape[-1] + offset) * last)[..., offset * last :: last].copy_(x)
+
+    o, ht = run(both)
+    views = {name: odd(args[name]) for name in ("q", "k", "v", "g")}
+    views |= {"out": odd(o.new_zeros(o.shape)), "final_state": odd(torch.zeros_like(ht))}
+    assert not any(x.is_contiguous() for x in views.values())
+    assert torch.equal(kda_fwd(**{**args, **views}), o) and torch.equal(views["final_state"], ht)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
+def test_states_at_odd_addresses(anywhere, dtype):
+    """A kernel that moves two numbers at a time stops the process there."""
+    args, both = fwd_inputs(H=1, HV=2, lengths=[70, 5], h0_dtype=dtype, device=anywhere)
+    h0 = args["initial_state"]
+
+    def odd(x):
+        return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+    o, ht = run(both)
+    final_state = odd(torch.zeros_like(h0))
+    assert torch.equal(kda_fwd(**{**args, "initial_state": odd(h0)}, final_state=final_state), o)
+    assert torch.equal(final_state, ht.to(dtype))
+    one_too_many = torch.cat((h0, h0), -1).flatten(2).unflatten(2, (128, 256))[..., :128]
+    assert torch.equal(kda_fwd(**{**args, "initial_state": one_too_many}), o)
+
+
+def test_one_dtype_after_the_other(anywhere):
     """A kernel compiled for one dtype must not serve the other, nor a result be written twice."""
-    args = {dtype: kda_inputs(1, 70, 1, dtype=dtype, device=device) for dtype in (BF16, FP16)}
+    args = {dtype: kda_inputs(1, 70, 1, dtype=dtype, device=anywhere) for dtype in (BF16, FP16)}
     first = run(args[BF16])
     kept = [x.clone() for x in first]
     check(args[FP16])
@@ -463,14 +544,14 @@ def test_wide_inputs(device, dtype):
 
 
 @pytest.mark.parametrize("K, V", [(32, 48), (96, 128), (256, 64)])
-def test_other_head_dims(device, K, V):
-    check(kda_inputs(1, 70, 1, 2, K, V, device=device))
+def test_other_head_dims(anywhere, K, V):
+    check(kda_inputs(1, 70, 1, 2, K, V, device=anywhere))
 
 
 @pytest.mark.parametrize("regime", ["normal", "softplus", "reset"])
-def test_gradients(device, regime):
+def test_gradients(anywhere, regime):
     """In the dtype of every input, and right within what 16-bit outputs and inputs allow."""
-    args = kda_inputs(H=2, HV=4, lengths=[70, 0, 30], regime=regime, h0_dtype=BF16, g_dtype=BF16, device=device)
+    args = kda_inputs(H=2, HV=4, lengths=[70, 0, 30], regime=regime, h0_dtype=BF16, g_dtype=BF16, device=anywhere)
     o, ht = run(args)
     weights = torch.randn_like(o), torch.randn_like(ht)
     theirs = gradients(exact, args, weights)
@@ -479,48 +560,206 @@ def test_gradients(device, regime):
         assert rel_l2(grad, theirs[name]) <= CAP, name
 
 
-def test_no_graph_without_need(device):
-    args = kda_inputs(1, 70, 1, device=device)
+def test_no_graph_without_need(anywhere):
+    args = kda_inputs(1, 70, 1, device=anywhere)
     args["q"].requires_grad_()
     with torch.no_grad():
         assert not run(args)[0].requires_grad
     assert run(args)[0].requires_grad
-    args, _ = fwd_inputs(1, 70, 1, device=device)
+    args, _ = fwd_inputs(1, 70, 1, device=anywhere)
     args["q"].requires_grad_()
     assert not kda_fwd(**args).requires_grad
 
 
-def test_autocast(device):
+def test_autocast(anywhere):
     """Neither the fp32 inputs nor the products of the torch path may be cast on the way."""
-    args = kda_inputs(1, 70, 1, 2, device=device)
+    args = kda_inputs(1, 70, 1, 2, device=anywhere)
     expected = run(args)
-    with torch.autocast(device, dtype=BF16):
+    with torch.autocast(anywhere, dtype=BF16):
         assert same(run(args), expected)
 
 
-def test_positional_call(device):
+def test_positional_call(anywhere):
     """The five inputs, and then what follows them, in the order that callers know."""
-    args = kda_inputs(1, 70, 1, 2, regime="spike", activations=False, h0_dtype=FP32, device=device)
+    args = kda_inputs(1, 70, 1, 2, regime="spike", activations=False, h0_dtype=FP32, device=anywhere)
     five, h0 = [args[name] for name in TOKENS], args["initial_state"]
     assert torch.equal(chunk_kda(*five)[0], run(args, initial_state=None)[0])
     assert same(chunk_kda(*five, 0.1, h0, True, True), run(args, scale=0.1, use_qk_l2norm_in_kernel=True))
 
 
-def test_options_without_effect(device):
-    args = kda_inputs(1, 70, 1, device=device)
+def test_options_without_effect(anywhere):
+    args = kda_inputs(1, 70, 1, device=anywhere)
     assert same(run(args, safe_gate=True, disable_recompute=True), run(args))
-    assert same(run(args, backend="torch"), run(args))
+
+
+def test_backends_agree(anywhere):
+    args = kda_inputs(H=2, HV=4, lengths=[100, 0, 70], h0_dtype=FP32, device=anywhere)
+    options = {"return_intermediate_states": True, "cu_seqlens_cpu": args["cu_seqlens"].cpu()}
+    for x, y in zip(run(args, **options), run(args, **options, backend="torch"), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and rel_l2(x, y) <= CAP
+
+
+def test_which_calls_run_in_kernels(monkeypatch):
+    """The emulated ones: all that have what they take, and need no gradient."""
+    calls = []
+
+    def forward(*args, **kwargs):
+        calls.append(kwargs)
+        return emulated_kda.emulated_forward(*args, **kwargs)
+
+    emulated_kda.install(monkeypatch, forward)
+    args = kda_inputs(1, 10, 1, h0_dtype=FP32)
+    wide = {name: args[name].float() for name in "qkv"}
+    for elsewhere in ({"backend": "torch"}, wide, {"v": args["v"][..., :64], "initial_state": None}):
+        chunk_kda(**{**args, **elsewhere})
+    assert not calls
+    chunk_kda(**args)
+    assert calls.pop()["ht"] is None
+    outside = {**args, "use_gate_in_kernel": False, "g": -args["g"].abs()}
+    chunk_kda(**{**outside, "A_log": args["A_log"].clone().requires_grad_()}, backend="tilelang")
+    assert calls.pop()["A_log"] is None
+    kda_fwd(**{**fwd_inputs(1, 10, 1)[0], "q": args["q"].clone().requires_grad_()})
+    assert calls.pop()["lower_bound"] == -5.0
+    for name in floats(args):
+        leaf = {**args, name: args[name].clone().requires_grad_()}
+        assert chunk_kda(**leaf)[0].requires_grad and not calls
+        with pytest.raises(ValueError, match="no kernel of its backward yet, and an input requires a gradient$"):
+            chunk_kda(**leaf, backend="tilelang")
+        with torch.no_grad():
+            chunk_kda(**leaf, backend="tilelang")
+        assert calls.pop()
 
 
 @on_gpu
-def test_says_once_that_it_runs_in_torch():
+@pytest.mark.parametrize("reason", ["K=96", "gradient", "float32"])
+def test_says_once_why_it_runs_in_torch(reason):
     dispatch._say_why.cache_clear()
-    args = kda_inputs(1, 10, 1, device="cuda")
-    with pytest.warns(UserWarning, match="^Kimi Delta Attention runs in torch instead of its kernels: "):
+    K, dtype = 96 if reason == "K=96" else 128, FP32 if reason == "float32" else BF16
+    args = kda_inputs(1, 10, 1, K=K, dtype=dtype, device="cuda")
+    args["q"].requires_grad_(reason == "gradient")
+    with pytest.warns(UserWarning, match=f"^Kimi Delta Attention runs in torch instead of its kernels: .*{reason}"):
         run(args)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(args)
+
+
+# On the card
+
+
+@on_gpu
+@pytest.mark.parametrize("HV", [2, 12])
+def test_graph(HV):
+    """Captured once; replayed with other values in the same tensors, the boundaries among them."""
+    lengths = [[100, 0, 63, 64, 1, 72], [1, 130, 0, 0, 64, 100]]
+    (args, both), (other, both_other) = (
+        fwd_inputs(H=1, HV=HV, T=310, lengths=x, h0_dtype=FP32, device="cuda") for x in lengths
+    )
+    expected, expected_other = (run(x, return_intermediate_states=True) for x in (both, both_other))
+    kda_fwd(**args)  # compiles
+    kept = args["initial_state"].clone()
+    out, state = torch.empty_like(args["v"]), args["initial_state"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kda_fwd(**args, out=out, final_state=state)
+        h = run({**both, "initial_state": kept}, return_intermediate_states=True)[2]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same((out, state, h), expected)
+    for name, x in floats(other).items():
+        args[name].copy_(x)
+    args["cu_seqlens"].copy_(other["cu_seqlens"])
+    kept.copy_(other["initial_state"])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same((out, state, h), expected_other)
+
+
+@on_gpu
+def test_own_stream():
+    args = kda_inputs(1, 2000, 4, device="cuda")
+    expected = run(args)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # Work in front of the inputs that a launch on another stream would not wait for.
+        torch.cuda._sleep(50_000_000)
+        late = {name: x.clone() if torch.is_tensor(x) else x for name, x in args.items()}
+        outputs = run(late)
+    stream.synchronize()
+    assert same(outputs, expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("lengths", [None, [100, 0, 30]])
+def test_no_host_synchronisation(lengths):
+    args, both = fwd_inputs(1, 130, 2, lengths=lengths, h0_dtype=FP32, device="cuda")
+    out, final_state = torch.empty_like(args["v"]), torch.empty_like(args["initial_state"])
+
+    def calls():
+        run(both, return_intermediate_states=True)
+        kda_fwd(**args, out=out, final_state=final_state)
+
+    calls()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_gpu
+@pytest.mark.parametrize("HV", [2, 12])
+@pytest.mark.parametrize(
+    "boundaries", [[5, 1 << 30, -7, 300, 0, 300, -(1 << 31)], [-1] * 7, [300] * 7, [0, 300] * 3 + [0]], ids=str
+)
+def test_boundaries_that_make_no_sense(boundaries, HV):
+    """Nobody looks at them on a GPU: the call ends, and what is not its own stays as it is."""
+    args, both = fwd_inputs(H=1, HV=HV, lengths=[50] * 6, h0_dtype=FP32, device="cuda")
+    bad = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
+    wide = torch.full((3, 300, HV, 128), 7.0, dtype=BF16, device="cuda")
+    states = torch.full((8, HV, 128, 128), 7.0, device="cuda")
+    kda_fwd(**{**args, "cu_seqlens": bad}, out=wide[1:2], final_state=states[1:7])
+    run({**both, "cu_seqlens": bad}, return_intermediate_states=True)
+    torch.cuda.synchronize()
+    assert (wide[::2] == 7).all() and (states[::7] == 7).all()
+    check(both)
+
+
+@on_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_another_device_than_the_current():
+    check(kda_inputs(1, 130, 2, device="cuda:1"))
+    assert torch.cuda.current_device() == 0
+
+
+@on_gpu
+def test_more_than_two_to_the_31_elements():
+    """Offsets in 32 bits overflow to finite wrong numbers: the end against a run on it alone."""
+    T, HV, end = 2**18 + 64, 64, 128
+    shape = {"dtype": BF16, "device": "cuda"}
+    args = {name: torch.randn(1, T, 1, 128, **shape) for name in "qk"}
+    args |= {"v": torch.randn(1, T, HV, 128, **shape), "g": torch.full((1, T, HV, 128), -0.01, **shape)}
+    args |= {"beta": torch.rand(1, T, HV, **shape), "use_qk_l2norm_in_kernel": True}
+    assert args["v"].numel() > 2**31
+    o, ht = run(args)
+    _, state = run({**args, **{name: args[name][:, :-end] for name in TOKENS}})
+    rest = {name: args[name][:, -end:].clone() for name in TOKENS}
+    assert same(run({**args, **rest}, initial_state=state), (o[:, -end:], ht))
+
+
+@on_gpu
+@pytest.mark.parametrize("lengths", [None, [100, 0, 130]])
+def test_the_workspace_is_what_is_said(lengths):
+    from flash_qla_tl.kernels.kda.prepare import prepare
+
+    args = kda_inputs(2, 130, 1, 4, lengths=lengths, regime="zero", activations=False, device="cuda")
+    N = 2 if lengths is None else 3
+    workspace = prepare(*(args[name] for name in ("q", "k", "g", "beta")), 1.0, cu_seqlens=args.get("cu_seqlens"))
+    taken = sum(x.numel() * x.element_size() for x in workspace if x is not None)
+    said = get_workspace_size(args["q"].shape[0] * args["q"].shape[1], 4, N)
+    assert taken == said if lengths else taken <= said
 
 
 # kda_fwd
@@ -528,12 +767,12 @@ def test_says_once_that_it_runs_in_torch():
 
 @pytest.mark.parametrize("regime", KDA_LOWER_BOUND_GATES)
 @pytest.mark.parametrize("state_dtype", [None, FP32, BF16, FP16], ids=str)
-def test_forward_fills_what_it_is_given(device, regime, state_dtype):
+def test_forward_fills_what_it_is_given(anywhere, regime, state_dtype):
     """And nothing else: not the inputs, not what lies around the outputs."""
-    args, both = fwd_inputs(H=2, lengths=[65, 0, 1, 100], T=180, regime=regime, h0_dtype=state_dtype, device=device)
+    args, both = fwd_inputs(H=2, lengths=[65, 0, 1, 100], T=180, regime=regime, h0_dtype=state_dtype, device=anywhere)
     kept = {name: x.clone() for name, x in args.items() if torch.is_tensor(x)}
-    wide_out = torch.full((3, 180, 4, 128), torch.nan, dtype=BF16, device=device)
-    wide_state = torch.full((6, 2, 128, 128), torch.nan, dtype=state_dtype or FP32, device=device)
+    wide_out = torch.full((3, 180, 4, 128), torch.nan, dtype=BF16, device=anywhere)
+    wide_state = torch.full((6, 2, 128, 128), torch.nan, dtype=state_dtype or FP32, device=anywhere)
     out, final_state = wide_out[1:2, :, 1:3], wide_state[1:5]
 
     assert kda_fwd(**args, out=out, final_state=final_state) is out
@@ -551,9 +790,10 @@ def test_forward_fills_what_it_is_given(device, regime, state_dtype):
 
 
 @pytest.mark.parametrize("lengths", [None, [30, 0, 70]])
-def test_forward_takes_what_others_refuse(device, lengths):
+@pytest.mark.parametrize("K", [64, 128])
+def test_forward_takes_what_others_refuse(anywhere, K, lengths):
     """Batches, grouped value heads, other head dims, fp16, fp32 logits, no A_log, int32, softplus."""
-    args, both = fwd_inputs(2, 100, 2, 4, K=64, V=128, dtype=FP16, lengths=lengths, h0_dtype=FP16, device=device)
+    args, both = fwd_inputs(2, 100, 2, 4, K=K, V=128, dtype=FP16, lengths=lengths, h0_dtype=FP16, device=anywhere)
     for change in ({}, {"A_log": None}, {"dt_bias": None}, {"lower_bound": None}, {"scale": None}):
         o, ht = check({**both, **change})
         final_state = torch.empty_like(ht)
@@ -561,23 +801,23 @@ def test_forward_takes_what_others_refuse(device, lengths):
         assert torch.equal(final_state, ht)
 
 
-def test_forward_has_a_lower_bound_unless_told(device):
-    args, both = fwd_inputs(1, 70, 1, device=device)
+def test_forward_has_a_lower_bound_unless_told(anywhere):
+    args, both = fwd_inputs(1, 70, 1, device=anywhere)
     assert args.pop("lower_bound") == -5.0
     assert torch.equal(kda_fwd(**args), run(both)[0])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_forward_in_place_on_its_state(device, dtype):
-    args, both = fwd_inputs(H=1, lengths=[100, 0, 3], h0_dtype=dtype, device=device)
+def test_forward_in_place_on_its_state(anywhere, dtype):
+    args, both = fwd_inputs(H=1, lengths=[100, 0, 3], h0_dtype=dtype, device=anywhere)
     o, ht = run(both)
     state = args["initial_state"]
     assert torch.equal(kda_fwd(**args, final_state=state), o)
     assert torch.equal(state, ht.to(dtype))
 
 
-def test_forward_positional(device):
-    args, both = fwd_inputs(H=2, lengths=[20, 50], h0_dtype=FP32, device=device)
+def test_forward_positional(anywhere):
+    args, both = fwd_inputs(H=2, lengths=[20, 50], h0_dtype=FP32, device=anywhere)
     five = [args[name] for name in TOKENS]
     parameters = [args["A_log"], args["dt_bias"], -5.0]
     o, ht = run(both)
@@ -599,10 +839,10 @@ def test_names_and_arguments_of_flash_kda():
 
 
 @pytest.mark.parametrize("state_dtype", [FP32, BF16], ids=str)
-def test_flash_kda_as_serving_calls_it(device, state_dtype):
+def test_flash_kda_as_serving_calls_it(anywhere, state_dtype):
     """Everything bf16, the pool's rows gathered, boundaries in int64, the result only in place."""
     kwargs = {"g_dtype": BF16, "beta_dtype": BF16, "h0_dtype": state_dtype, "cu_dtype": torch.int64}
-    args, both = fwd_inputs(H=2, lengths=[64, 100], **kwargs, device=device)
+    args, both = fwd_inputs(H=2, lengths=[64, 100], **kwargs, device=anywhere)
     o, ht = run(both)
     out, final_state = torch.empty_like(args["v"]), torch.empty_like(args["initial_state"])
     five = [args[name] for name in TOKENS]
@@ -612,5 +852,6 @@ def test_flash_kda_as_serving_calls_it(device, state_dtype):
 
 
 def test_workspace():
-    assert get_workspace_size(8192, 96) == get_workspace_size(8192, 96, N=8) == 0
+    assert get_workspace_size(0, 96) == get_workspace_size(100, 96, 0) == 0
+    assert get_workspace_size(64, 1) == 2 * 66048 + 8 and get_workspace_size(8192, 96, N=8) == 136 * 96 * 66048 + 36
     assert flash_kda.get_workspace_size is get_workspace_size

@@ -227,6 +227,16 @@ def test_unknown_keyword():
         chunk_kda(**dense(chunk_kda), use_qk_l2norm=True)
 
 
-def test_there_are_no_kernels():
-    message = "backend must be 'auto' or 'torch' for these tensors, got 'tilelang': there is no kernel of it yet"
-    refused(ValueError, message, chunk_kda, dense(chunk_kda, backend="tilelang"))
+@pytest.mark.parametrize(
+    ("K", "V", "reason"),
+    [
+        (128, 128, "the kernels need CUDA tensors, got cpu"),
+        (128, 64, "the kernels need head dims K = V = 128, got K=128, V=64"),
+        (64, 128, "the kernels need head dims K = V = 128, got K=64, V=128"),
+    ],
+)
+def test_backend_of_the_kernels(K, V, reason):
+    args = {**kda_inputs(1, T, 1, 1, K, V), "backend": "tilelang"}
+    refused(
+        ValueError, f"backend must be 'auto' or 'torch' for these tensors, got 'tilelang': {reason}", chunk_kda, args
+    )

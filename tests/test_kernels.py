@@ -14,36 +14,60 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("B", "num_tokens", "H", "HV", "K"),
     [
-        (1, 1, 1, 1, 128),  # one row in a block
-        (2, 13, 3, 12, 64),  # a ragged block, heads that divide nothing
-        (1, 300, 16, 64, 128),
+        (1, 1, 1, 1, 128),  # one row in a chunk
+        (2, 77, 3, 12, 64),  # a ragged chunk, heads that divide nothing
+        (1, 192, 1, 8, 128),
+        (1, 6400, 16, 64, 128),  # CTAs that take a whole group
     ],
 )
-def test_prepare(B, num_tokens, H, HV, K, dtype):
-    from flash_qla_tl.kernels.gated_delta_rule.prepare import prepare
+def test_chunk_intra(B, num_tokens, H, HV, K, dtype):
+    """T, P^T and the factors, with every activation inside, as chunk_fwd reads them."""
+    from flash_qla_tl.kernels.common.gates import FACTORS
+    from flash_qla_tl.kernels.gated_delta_rule.chunk_intra import chunk_intra
 
     q, k = (torch.randn(B, num_tokens, H, K, device="cuda").to(dtype) for _ in range(2))
     raw_g, raw_beta = (
         torch.randn(B, HV, num_tokens, device="cuda").to(x).transpose(1, 2) for x in (dtype, torch.float32)
     )
-    A_log, dt_bias = torch.randn(HV, device="cuda"), torch.randn(HV, device="cuda")
-    g, beta, q_norms, k_norms = prepare(q, k, raw_g, raw_beta, norms=True, A_log=A_log, dt_bias=dt_bias, beta_range=2.0)
-    softplus = torch.nn.functional.softplus(raw_g.double() + dt_bias.double())
-    assert testing.rel_l2(g, -A_log.double().exp() * softplus) < 1e-5
-    assert testing.rel_l2(beta, 2 * raw_beta.double().sigmoid()) < 1e-5
-    for norms, x in ((q_norms, q), (k_norms, k)):
-        assert testing.rel_l2(norms, (x.double().square().sum(-1) + 1e-6).rsqrt()) < 1e-6
-    g, beta, *norms = prepare(q, k, None, raw_beta, norms=False)
-    assert norms == [None, None] and not g.any() and torch.equal(beta, raw_beta)
+    A_log, dt_bias = torch.randn(HV, device="cuda") / 4 - 3, torch.randn(HV, device="cuda")
+    slots, scale = B * -(-num_tokens // 64), 0.3
+    o = torch.empty(B, num_tokens, HV, 64, dtype=dtype, device="cuda")
+    options = dict(slots=slots, cu_seqlens=None, A=None, g_cumsum=None)
+    T, PT, factors = chunk_intra(
+        q, k, raw_g, raw_beta, scale, o, **options, use_qk_l2norm=True, A_log=A_log, dt_bias=dt_bias, beta_range=2.0
+    )
+    norms = [(x.double().square().sum(-1) + 1e-6).rsqrt() for x in (q, k)]
+    g = -A_log.double().exp() * torch.nn.functional.softplus(raw_g.double() + dt_bias.double())
+    whole = lambda x: torch.nn.functional.pad(  # noqa: E731
+        x.transpose(1, 2).double(), (0, 0) * (x.ndim - 3) + (0, -num_tokens % 64)
+    ).unflatten(2, (-1, 64)).transpose(1, 2).flatten(0, 1)  # fmt: skip
+    group = lambda x: x.repeat_interleave(HV // H, 2)  # noqa: E731
+    r_q, r_k, q, k = (whole(group(x)) for x in (*norms, q, k))
+    G, beta = whole(g).cumsum(-1), whole(2 * raw_beta.double().sigmoid())
+    decay = (G[..., :, None] - G[..., None, :]).tril().exp().tril()
+    normed = r_k[..., None] * k
+    L = (beta[..., None] * (normed @ normed.mT)).tril(-1)
+    A = torch.linalg.inv(torch.eye(64, device="cuda", dtype=torch.float64) + L)
+    # With the norms of k moved to both ends: chunk_fwd multiplies by plain k.
+    expected_T = decay * (r_k[..., :, None] * A * beta[..., None, :])
+    valid = whole(torch.ones_like(raw_beta)) > 0
+    inside = valid[..., :, None] & valid[..., None, :]
+    assert testing.rel_l2(T * inside, expected_T) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert not (T * ~inside).any()
+    P = scale * decay * ((r_q[..., None] * q) @ k.mT)
+    assert testing.rel_l2(PT.mT * inside, P * inside) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
+    rows = lambda name: factors[..., FACTORS[name] : FACTORS[name] + 64].double() * valid  # noqa: E731
+    assert testing.rel_l2(rows("NGAMMA"), -G.exp() * r_k * valid) < 1e-5
+    assert testing.rel_l2(rows("QGAMMA"), scale * G.exp() * r_q * valid) < 1e-5
+    assert testing.rel_l2(rows("DECAY"), (G[..., -1:] - G).exp() * valid) < 1e-5
+    assert testing.rel_l2(factors[..., FACTORS["LAST"]], G[..., -1].exp()) < 1e-5
 
 
-@pytest.mark.parametrize("VR", [64, 128])
 @pytest.mark.parametrize("keys", ["same", "near"])
-def test_inverse_of_correlated_keys(keys, VR, monkeypatch):
+def test_inverse_of_correlated_keys(keys):
     """Keys that repeat make (I + L)^-1 a sum of large cancelling powers: A must not be one."""
-    from flash_qla_tl.kernels.gated_delta_rule import fused_fwd
+    from flash_qla_tl.kernels.gated_delta_rule.chunk_fwd import chunk_fwd
 
-    monkeypatch.setattr(fused_fwd, "pick_config", lambda K, V, dtype, *_: fused_fwd.Config(K, V, VR, dtype, True))
     num_tokens, HV = 128, 2
     k = torch.nn.functional.normalize(torch.randn(1, 1, 1, 128, device="cuda"), dim=-1)
     if keys == "near":
@@ -52,7 +76,7 @@ def test_inverse_of_correlated_keys(keys, VR, monkeypatch):
     k = k.expand(1, num_tokens, 1, 128).bfloat16().contiguous()
     v = torch.randn(1, num_tokens, HV, 128, device="cuda").bfloat16()
     beta = torch.ones(1, num_tokens, HV, device="cuda")
-    A = fused_fwd.fused_fwd(k, k, v, None, beta, 1.0, output_A=True).A
+    A = chunk_fwd(k, k, v, None, beta, 1.0, output_A=True).A
     chunks = k[0, :, 0].double().view(-1, 64, 128)
     L = (chunks @ chunks.mT).tril(-1)
     expected = torch.linalg.inv(torch.eye(64, device="cuda", dtype=torch.float64) + L).reshape(num_tokens, 1, 64)
@@ -99,4 +123,67 @@ def test_chunk_bwd(shape, regime, dtype):
         # Under strong decay dg itself nearly vanishes, and dh0 falls below the numbers of fp16.
         floor = {"dg": 1e-4, "dh0": 1e-6}.get(name, 0.0) * do.double().norm()
         assert x.isfinite().all() and (x - y).norm() <= GRADIENT_LIMITS[name] * max(y.norm(), floor), name
+    assert all(torch.equal(x, y) for x, y in zip(found, backward(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "end"),
+    [
+        ((1, 1, 1, 1, 128), None),  # one row
+        ((2, 77, 3, 12, 64), None),  # tiles that nothing fills
+        ((1, 200, 2, 34, 128), 130),  # padding, and more heads than a warp has lanes
+        ((1, 100, 2, 4, 128), 0),  # nothing but padding
+        ((1, 20000, 16, 32, 128), None),
+    ],
+)
+@pytest.mark.parametrize("raw_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_activations(shape, end, raw_dtype, dtype):
+    """Forward and backward of every activation against float64, and to the bit against themselves."""
+    from flash_qla_tl.kernels.gated_delta_rule.activations import activations_bwd, activations_fwd
+    from flash_qla_tl.reference import activate
+
+    B, num_tokens, H, HV, K = shape
+    randn = lambda *s: torch.randn(*s, device="cuda")  # noqa: E731
+    q, k = (randn(B, num_tokens, 3 * H, K).to(dtype)[:, :, i * H : i * H + H] for i in range(2))
+    g, beta = (4 * randn(B, HV, num_tokens).to(raw_dtype).transpose(1, 2) for _ in range(2))
+    A_log, dt_bias = randn(HV), randn(HV)
+    q[0, 0, 0] = 0
+    dq, dk = (randn(B, num_tokens, H, K).to(dtype) for _ in range(2))
+    dg, db = randn(B, num_tokens, HV), randn(B, num_tokens, HV)
+    cu_seqlens = None if end is None else torch.tensor([0, end // 2, end], device="cuda")
+    for x in (q, k, g, beta):
+        x[:, num_tokens if end is None else end :] = torch.nan
+    for x in (dq, dk, dg, db):
+        x[:, num_tokens if end is None else end :] = 0
+
+    leaves = [x.double().requires_grad_() for x in (q, k, g, beta, A_log, dt_bias)]
+    active = activate(
+        *leaves[:4],
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=leaves[4],
+        dt_bias=leaves[5],
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
+    )
+    expected = torch.autograd.grad(active, leaves, [x.double() for x in (dq, dk, dg, db)])
+
+    options = {"cu_seqlens": cu_seqlens, "use_qk_l2norm": True, "beta_range": 2.0}
+    forward = lambda: activations_fwd(q, k, beta, **options)  # noqa: E731
+    backward = lambda: activations_bwd(  # noqa: E731
+        q, k, g, beta, dq.clone(), dk.clone(), dg, db, **options, A_log=A_log, dt_bias=dt_bias
+    )
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+    found = forward()
+    for x, y in zip(found, (active[0], active[1], active[3]), strict=True):
+        assert x.isfinite().all() and testing.rel_l2(x[:, :end], y[:, :end]) <= rounding[x.dtype]
+        assert end is None or not x[:, end:].any()
+    assert all(torch.equal(x, y) for x, y in zip(found, forward(), strict=True))
+    found = backward()
+    for x, y in zip(found, expected, strict=True):
+        assert x.isfinite().all() and testing.rel_l2(x, y) <= rounding[x.dtype]
+        assert x.ndim == 1 or end is None or not x[:, end:].any()
+    assert [x.dtype for x in found] == [dtype, dtype, raw_dtype, raw_dtype, torch.float32, torch.float32]
     assert all(torch.equal(x, y) for x, y in zip(found, backward(), strict=True))

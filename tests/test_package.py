@@ -50,6 +50,8 @@ def test_public_names():
         "chunk_gated_delta_rule_bwd",
         "chunk_gated_delta_rule_fwd",
         "chunk_kda",
+        "disable_fla",
+        "enable_fla",
         "get_workspace_size",
         "kda_fwd",
     }

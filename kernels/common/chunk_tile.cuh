@@ -78,6 +78,10 @@ QLA_DEVICE void qla_ldmatrix_t(unsigned p, unsigned* r) {
 
 QLA_DEVICE unsigned qla_smem(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
+// A warpgroup's own barrier (TileLang numbers its own from 3 up). A constant: of a number that only the device knows ptxas does not
+// see how many barriers to reserve, and the instruction is illegal.
+QLA_DEVICE void qla_sync() { asm volatile("bar.sync 15, 128;" ::: "memory"); }
+
 // The thread in its warpgroup. The compiler may not see that it is the same in every iteration of a caller's loop: it would keep
 // dozens of addresses made from it, and has no registers for them.
 QLA_DEVICE int qla_thread() {
@@ -95,8 +99,8 @@ QLA_DEVICE unsigned qla_block(unsigned tile, int lane, int bi, int bj) {
 // ---------------------------------------------------------------------------------------------------
 // V-first tiles: a state warpgroup holds [64 values, 64 tokens], memory holds [64 tokens, 64 values].
 
-// w = v^T + row(QLA_NGAMMA) * ks: what the state predicts, subtracted from what came. v: this warpgroup's 64 columns.
-QLA_DEVICE void qla_residual(const float* ks, const float* tab, const void* v, void* w_) {
+// w = v^T + factor * ks, a factor per token: what the state predicts, subtracted from what came. v: this warpgroup's 64 columns.
+QLA_DEVICE void qla_residual(const float* ks, const float* factor, const void* v, void* w_) {
   unsigned* w = (unsigned*)w_;
   int thread = threadIdx.x & 127, l = thread & 31, t = (l & 3) * 2, col = (thread >> 5) * 2 + ((l >> 3) & 1), row = (l & 7) + (l >> 4) * 8;
   unsigned base = qla_smem(v);
@@ -106,7 +110,7 @@ QLA_DEVICE void qla_residual(const float* ks, const float* tab, const void* v, v
     qla_ldmatrix_t(base + (j * 16 + row) * 128 + ((col ^ (row & 7)) << 4), x);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      float2 c = *(const float2*)(tab + QLA_NGAMMA + j * 16 + n * 8 + t);
+      float2 c = *(const float2*)(factor + j * 16 + n * 8 + t);
       float2 lo = qla_unpack(x[2 * n]), hi = qla_unpack(x[2 * n + 1]);
       const float* s = ks + 8 * j + 4 * n;
       w[4 * j + 2 * n] = qla_pack(fmaf(s[0], c.x, lo.x), fmaf(s[1], c.y, lo.y));
@@ -169,26 +173,9 @@ QLA_DEVICE void qla_negate(const unsigned* a, unsigned* m) {
   for (int i = 0; i < 4; i++) m[i] = a[i] ^ 0x80008000u;
 }
 
-// A 16x16 accumulator (negated) to global rows of 16-bit numbers.
-template <bool NEGATE>
-QLA_DEVICE void qla_store_rows(unsigned short* out, int stride, int rows, int row, int col, const float* y) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    int k = row + (i & 1) * 8;
-    float a = NEGATE ? -y[2 * i] : y[2 * i], b = NEGATE ? -y[2 * i + 1] : y[2 * i + 1];
-    if (k < rows) *(unsigned*)(out + (long long)k * stride + col + (i >> 1) * 8) = qla_pack(a, b);
-  }
-}
-
-// Where column k of the diagonal block starts in its packed form (144 floats): rows from 4 floor((k + 1) / 4) on, 16-byte aligned.
-// As an address of row 0, which may lie before the column.
-QLA_DEVICE int qla_column(int k) {
-  int q = (k + 1) >> 2;
-  return (q == 0 ? 16 * k : q == 1 ? 48 + 12 * (k - 3) : q == 2 ? 96 + 8 * (k - 7) : 128 + 4 * (k - 11)) - 4 * q;
-}
-
-// Own rows of L: blocks left of the diagonal as fp16 into x, the strict lower triangle of the diagonal block as fp32 into diag.
-QLA_DEVICE void qla_store_lower(const float* kk, float b0, float b1, unsigned x, float* diag, int w, int l) {
+// Own rows of L: blocks left of the diagonal as fp16 into x; of the diagonal block the strict lower triangles of its two diagonal
+// 8x8 quarters as fp32 into diag (2 x 64 floats, by columns), and the quarter below as the operand that is returned.
+QLA_DEVICE unsigned qla_store_lower(const float* kk, float b0, float b1, unsigned x, float* diag, int w, int l) {
   int g = l >> 2, t = (l & 3) * 2;
   float own[8];
   qla_own_block(kk, w, own);
@@ -199,49 +186,55 @@ QLA_DEVICE void qla_store_lower(const float* kk, float b0, float b1, unsigned x,
       qla_stmatrix(qla_block(x, l, w, j), qla_half2(y[0] * b0, y[1] * b0), qla_half2(y[2] * b1, y[3] * b1),
                    qla_half2(y[4] * b0, y[5] * b0), qla_half2(y[6] * b1, y[7] * b1));
   }
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    int k = t + e;
-    float *near = diag + qla_column(k) + g, *far = diag + qla_column(k + 8) + g;
-    if (k < g) near[0] = own[e] * b0, far[8] = own[6 + e] * b1;
-    near[8] = own[2 + e] * b1;
-  }
+  float* column = diag + 8 * t + g;
+  if (t < g) column[0] = own[0] * b0, column[64] = own[6] * b1;
+  if (t + 1 < g) column[8] = own[1] * b0, column[72] = own[7] * b1;
+  return qla_half2(own[2] * b1, own[3] * b1);
 }
 
-// Inverse of the 16x16 unit lower triangle packed in diag: lane c (and c + 16) solves column c; D^T as fp16 into block (w, w) of x.
-// Column by column, so that the updates of a step do not wait for each other and the next column's loads run ahead.
-QLA_DEVICE void qla_diag_inverse(const float* diag, unsigned x, int w, int l) {
-  int c = l & 15;
-  float s[16];
+// D^T, D the inverse of the 16x16 unit lower triangle, as fp16 into block (w, w) of x. The inverses D1 and D2 of its diagonal quarters
+// by forward substitution in fp32, lane c (and c + 16) column c, column by column, so that the updates of a step do not wait for
+// each other; below them -D2 L21 D1, L21 the operand from qla_store_lower.
+QLA_DEVICE void qla_diag_inverse(const float* diag, unsigned l21, unsigned x, int w, int l) {
+  int c = l & 7, second = (l >> 3) & 1;
+  float s[8];
 #pragma unroll
-  for (int i = 0; i < 16; i++) s[i] = i == c ? 1.f : 0.f;
+  for (int i = 0; i < 8; i++) s[i] = i == c ? 1.f : 0.f;
 #pragma unroll
-  for (int k = 0; k < 15; k++) {
+  for (int k = 0; k < 7; k++) {
 #pragma unroll
-    for (int q = (k + 1) / 4; q < 4; q++) {
-      float4 p = *(const float4*)(diag + qla_column(k) + 4 * q);
+    for (int q = (k + 1) / 4; q < 2; q++) {
+      float4 p = *(const float4*)(diag + 64 * second + 8 * k + 4 * q);
       if (4 * q > k) s[4 * q] -= p.x * s[k];
       if (4 * q + 1 > k) s[4 * q + 1] -= p.y * s[k];
       if (4 * q + 2 > k) s[4 * q + 2] -= p.z * s[k];
       s[4 * q + 3] -= p.w * s[k];
     }
   }
+  // Rows of D^T: zeros left of its second half, whose quarter right of the first half comes last.
+  unsigned row = x + (w * 16 + (l & 15)) * 128, left = row + (((2 * w) ^ (l & 7)) << 4), right = row + (((2 * w + 1) ^ (l & 7)) << 4);
+  unsigned h0 = qla_half2(s[0], s[1]), h1 = qla_half2(s[2], s[3]), h2 = qla_half2(s[4], s[5]), h3 = qla_half2(s[6], s[7]);
   if (l < 16) {
-    int row = w * 16 + c;
-    unsigned p = x + row * 128;
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(p + (((2 * w + h) ^ (row & 7)) << 4)),
-                   "r"(qla_half2(s[8 * h], s[8 * h + 1])), "r"(qla_half2(s[8 * h + 2], s[8 * h + 3])),
-                   "r"(qla_half2(s[8 * h + 4], s[8 * h + 5])), "r"(qla_half2(s[8 * h + 6], s[8 * h + 7]))
-                   : "memory");
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(second ? right : left), "r"(h0), "r"(h1), "r"(h2), "r"(h3) : "memory");
+    if (second) asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(left), "r"(0) : "memory");
   }
+  __syncwarp();
+  unsigned d1, d2[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0}, b;
+  float z[4] = {0, 0, 0, 0};
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(d1) : "r"(left));  // rows 0 to 7 from lanes 0 to 7
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(d2[0]) : "r"(x + (w * 16 + 8 + c) * 128 + (((2 * w + 1) ^ c) << 4)));
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(b) : "r"(l21));
+  qla_mma(z, d2, b, 0);
+  y[0] = qla_half2(-z[0], -z[1]);
+  z[0] = z[1] = 0.f;
+  qla_mma(z, y, d1, 0);
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(right), "r"(qla_half2(z[0], z[1])) : "memory");
 }
 
-// Own rows of A from the own rows of L and the other warps' N and D; T = decay * A * beta, the lower triangle of tile; A itself to
-// a_out if given: `stride` elements between rows, `rows` of them. One code for all four warps, with branches a warp takes as one:
-// four unrolled copies overflow the instruction cache.
-QLA_DEVICE void qla_rows(const float* tab, unsigned x, unsigned tile, int bar, unsigned short* a_out, int stride, int rows) {
+// Own rows of A from the own rows of L and the other warps' N and D; T = decay * A * beta, the lower triangle of tile; with keep, A
+// itself, the lower triangle of x. One code for all four warps, with branches a warp takes as one: four unrolled copies overflow
+// the instruction cache.
+QLA_DEVICE void qla_rows(const float* tab, unsigned x, unsigned tile, int keep) {
   int thread = qla_thread(), w = thread >> 5, l = thread & 31, g = l >> 2, t = (l & 3) * 2, r = w * 16 + g, c = w * 16 + t;
   unsigned d[4], n[3][4], y[4];
   float g0 = tab[QLA_G + r], g1 = tab[QLA_G + r + 8];
@@ -268,11 +261,6 @@ QLA_DEVICE void qla_rows(const float* tab, unsigned x, unsigned tile, int bar, u
                qla_pack(t <= g ? f[0] * b0.x * qla_exp2(g0 - x0.x) : 0.f, t + 1 <= g ? f[1] * b0.y * qla_exp2(g0 - x0.y) : 0.f),
                qla_pack(f[2] * b0.x * qla_exp2(g1 - x0.x), f[3] * b0.y * qla_exp2(g1 - x0.y)), 0,
                qla_pack(t <= g ? f[6] * b1.x * qla_exp2(g1 - x1.x) : 0.f, t + 1 <= g ? f[7] * b1.y * qla_exp2(g1 - x1.y) : 0.f));
-  if (a_out) {
-    qla_store_rows<false>(a_out, stride, rows, r, c, f);
-    qla_clear_tile(f);
-    for (int j = w + 1; j < 4; j++) qla_store_rows<false>(a_out, stride, rows, r, 16 * j + t, f);
-  }
   if (w) {
 #pragma unroll
     for (int j = 0; j < 3; j++) {
@@ -280,8 +268,14 @@ QLA_DEVICE void qla_rows(const float* tab, unsigned x, unsigned tile, int bar, u
       if (j < w) qla_stmatrix(qla_block(x, l, w, j), n[j][0], n[j][1], n[j][2], n[j][3]);
     }
   }
-  asm volatile("bar.sync %0, 128;" ::"r"(bar));
-  if (w == 0) return;
+  qla_sync();
+  if (w == 0) {
+    if (keep) {
+      qla_sync();
+      qla_stmatrix(qla_block(x, l, 0, 0), qla_pack(f[0], f[1]), qla_pack(f[2], f[3]), 0, qla_pack(f[6], f[7]));
+    }
+    return;
+  }
   if (w > 1) {
     // n becomes N - N^2 + N^3, which is -(I + N)^-1 off the diagonal.
     unsigned n10[4], n20[4], n21[4], m[4];
@@ -318,6 +312,16 @@ QLA_DEVICE void qla_rows(const float* tab, unsigned x, unsigned tile, int bar, u
     qla_clear_tile(z[j]);
     qla_mma16(z[j], n[j], diag[j]);
   }
+  if (keep) {
+    qla_sync();  // N and D have been read
+#pragma unroll
+    for (int j = 0; j < 3; j++)
+      if (j < w)
+        qla_stmatrix(qla_block(x, l, w, j), qla_pack(-z[j][0], -z[j][1]), qla_pack(-z[j][2], -z[j][3]), qla_pack(-z[j][4], -z[j][5]),
+                     qla_pack(-z[j][6], -z[j][7]));
+    qla_float_tile(d, f);
+    qla_stmatrix(qla_block(x, l, w, w), qla_pack(f[0], f[1]), qla_pack(f[2], f[3]), qla_pack(f[4], f[5]), qla_pack(f[6], f[7]));
+  }
   const float *columns = tab + (w == 3 ? QLA_COL3 : w == 2 ? QLA_COL2 : QLA_COL1) + t, *beta = tab + QLA_BETA + t;
   float e0 = -tab[QLA_ROW + r], e1 = -tab[QLA_ROW + r + 8];
 #pragma unroll
@@ -325,7 +329,6 @@ QLA_DEVICE void qla_rows(const float* tab, unsigned x, unsigned tile, int bar, u
     float2 c0 = *(const float2*)(columns + 16 * j), c1 = *(const float2*)(columns + 16 * j + 8);
     b0 = *(const float2*)(beta + 16 * j), b1 = *(const float2*)(beta + 16 * j + 8);
     c0.x *= b0.x, c0.y *= b0.y, c1.x *= b1.x, c1.y *= b1.y;
-    if (a_out && j < w) qla_store_rows<true>(a_out, stride, rows, r, 16 * j + t, z[j]);
     n[j][0] = qla_pack(z[j][0] * (e0 * c0.x), z[j][1] * (e0 * c0.y)), n[j][1] = qla_pack(z[j][2] * (e1 * c0.x), z[j][3] * (e1 * c0.y));
     n[j][2] = qla_pack(z[j][4] * (e0 * c1.x), z[j][5] * (e0 * c1.y)), n[j][3] = qla_pack(z[j][6] * (e1 * c1.x), z[j][7] * (e1 * c1.y));
   }
@@ -335,22 +338,22 @@ QLA_DEVICE void qla_rows(const float* tab, unsigned x, unsigned tile, int bar, u
 }
 
 // One warpgroup, in two halves between which kk is dead: kk = K K^T (64x64 accumulator) -> T = decay * A * beta, the lower
-// triangle of tile. x: fp16 scratch tile, diag: 4 x 144 floats, bar: a named barrier of the warpgroup's own. a_out (or 0): address
-// of A's first row, `stride` elements between rows, `rows` of them.
-QLA_DEVICE void qla_solve_diagonal(const float* kk, const float* tab, void* x_, float* diag, int bar) {
+// triangle of tile. x: fp16 scratch tile, diag: 4 x 128 floats. With keep, x becomes A on and below its
+// diagonal blocks.
+QLA_DEVICE void qla_solve_diagonal(const float* kk, const float* tab, void* x_, float* diag) {
   unsigned x = qla_smem(x_);
   int thread = qla_thread(), w = thread >> 5, l = thread & 31;
   float b0 = tab[QLA_BETA_ROW + w * 16 + (l >> 2)], b1 = tab[QLA_BETA_ROW + w * 16 + (l >> 2) + 8];
-  diag += w * 144;
-  asm volatile("bar.sync %0, 128;" ::"r"(bar) : "memory");  // the last chunk's rows have been read
-  qla_store_lower(kk, b0, b1, x, diag, w, l);
+  diag += w * 128;
+  qla_sync();  // the last chunk's rows have been read
+  unsigned l21 = qla_store_lower(kk, b0, b1, x, diag, w, l);
   __syncwarp();
-  qla_diag_inverse(diag, x, w, l);
+  qla_diag_inverse(diag, l21, x, w, l);
   __syncwarp();
 }
 
-QLA_DEVICE void qla_solve_rows(const float* tab, void* x, void* tile, int bar, long long a_address, int stride, int rows) {
-  qla_rows(tab, qla_smem(x), qla_smem(tile), bar, (unsigned short*)a_address, stride, rows);
+QLA_DEVICE void qla_solve_rows(const float* tab, void* x, void* tile, int keep) {
+  qla_rows(tab, qla_smem(x), qla_smem(tile), keep);
 }
 
 // kq = K Q^T (keys are rows) -> P^T = scale * decay * K Q^T for queries at or after the key. Warp w owns the 16 keys of block w, so the

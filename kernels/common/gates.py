@@ -1,16 +1,20 @@
-"""The gate table: every scalar factor of one chunk, made once by one warp and read by all others.
+"""The gate table: every scalar factor of one chunk, made once by one warp.
 
 With G the in-chunk cumulative log2 decay, e(b) the G of the last token of block b (16 tokens) and r the reciprocal
-norms of the rows of k and q (1 where no L2 norm is asked for), per token of the chunk:
+norms of the rows of k and q (1 where no L2 norm is asked for), per token of the chunk, in shared memory:
 
-    NGAMMA     -2^G r_k            K S   -> what the state predicts
-    QGAMMA     scale 2^G r_q       Q S   -> its part of the output
-    DECAY      2^(G_last - G)      Vn    -> what is left of it at the chunk's end
+    G          the sum itself
     BETA_ROW   beta r_k^2          rows of L = beta K K^T
     BETA       beta r_k            columns of T
     ROW        2^(G - e(b - 1))    rows of block row b, and
     COL1..3    2^(e(b - 1) - G)    columns before block row b: decay below the diagonal blocks, each factor at most 1
     SCALE      scale r_q           columns of P^T
+
+and, for the walk over the chunks, in global memory:
+
+    NGAMMA     -2^G r_k            K S   -> what the state predicts
+    QGAMMA     scale 2^G r_q       Q S   -> its part of the output
+    DECAY      2^(G_last - G)      Vn    -> what is left of it at the chunk's end
     LAST[0]    2^G_last            the state
 
 The norm of k costs no more than this: with L, T and Vn scaled by diag(r_k) from the right sides, A becomes
@@ -23,19 +27,18 @@ import tilelang.language as T
 
 ROWS = {
     "G": 0,
-    "NGAMMA": 64,
-    "QGAMMA": 128,
-    "DECAY": 192,
-    "BETA_ROW": 256,
-    "BETA": 320,
-    "ROW": 384,
-    "COL1": 448,  # 16 tokens
-    "COL2": 464,  # 32 tokens
-    "LAST": 496,
-    "COL3": 512,  # 48 tokens
-    "SCALE": 576,
+    "BETA_ROW": 64,
+    "BETA": 128,
+    "ROW": 192,
+    "COL1": 256,  # 16 tokens
+    "COL2": 272,  # 32 tokens
+    "COL3": 304,  # 48 tokens
+    "SCALE": 352,
 }
-TABLE = 640
+TABLE = 416
+FACTORS = {"NGAMMA": 0, "QGAMMA": 64, "DECAY": 128, "LAST": 192}
+# Rows of whole 16 bytes, for TMA.
+NUM_FACTORS = 196
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -58,8 +61,9 @@ def warp_cumsum(x, lane):
 
 
 @T.macro
-def write_gates(table, s, g, beta, norm_k, scale_q, lane):
-    """One warp writes table[s] from g (log decay), beta, norm_k, scale_q = scale norm_q of tokens 2 lane and 2 lane + 1."""
+def write_gates(table, s, factors, slot, i_hv, g, beta, norm_k, scale_q, lane):
+    """One warp writes table[s] and factors[slot, i_hv] from g (log decay), beta, norm_k, scale_q = scale norm_q of tokens
+    2 lane and 2 lane + 1."""
     total = T.alloc_local((1,), "float32")
     G = T.alloc_local((2,), "float32")
     before = T.alloc_local((1,), "float32")
@@ -76,15 +80,9 @@ def write_gates(table, s, g, beta, norm_k, scale_q, lane):
             before[0] = end
         if lane < 8 * b:
             for i in T.vectorized(2):
-                table[s, ROWS["COL1"] + (16 * (b - 1) if b < 3 else 64) + 2 * lane + i] = T.exp2(end - G[i])
+                table[s, ROWS["COL1"] + 8 * b * (b - 1) + 2 * lane + i] = T.exp2(end - G[i])
     for i in T.vectorized(2):
         table[s, ROWS["G"] + 2 * lane + i] = G[i]
-    for i in T.vectorized(2):
-        table[s, ROWS["NGAMMA"] + 2 * lane + i] = -T.exp2(G[i]) * norm_k[i]
-    for i in T.vectorized(2):
-        table[s, ROWS["QGAMMA"] + 2 * lane + i] = T.exp2(G[i]) * scale_q[i]
-    for i in T.vectorized(2):
-        table[s, ROWS["DECAY"] + 2 * lane + i] = T.exp2(last - G[i])
     for i in T.vectorized(2):
         table[s, ROWS["BETA_ROW"] + 2 * lane + i] = beta[i] * norm_k[i] * norm_k[i]
     for i in T.vectorized(2):
@@ -93,5 +91,11 @@ def write_gates(table, s, g, beta, norm_k, scale_q, lane):
         table[s, ROWS["ROW"] + 2 * lane + i] = T.exp2(G[i] - before[0])
     for i in T.vectorized(2):
         table[s, ROWS["SCALE"] + 2 * lane + i] = scale_q[i]
-    if lane == 0:
-        table[s, ROWS["LAST"]] = T.exp2(last)
+    for i in T.vectorized(2):
+        factors[slot, i_hv, FACTORS["NGAMMA"] + 2 * lane + i] = -T.exp2(G[i]) * norm_k[i]
+    for i in T.vectorized(2):
+        factors[slot, i_hv, FACTORS["QGAMMA"] + 2 * lane + i] = T.exp2(G[i]) * scale_q[i]
+    for i in T.vectorized(2):
+        factors[slot, i_hv, FACTORS["DECAY"] + 2 * lane + i] = T.exp2(last - G[i])
+    if lane < 4:
+        factors[slot, i_hv, FACTORS["LAST"] + lane] = T.exp2(last)

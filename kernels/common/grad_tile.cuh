@@ -61,8 +61,8 @@ QLA_DEVICE void qlg_inner_product(unsigned h, unsigned dh, unsigned factor, unsi
 }
 
 // qla_residual for a tile by its shared address.
-QLA_DEVICE void qlg_residual(const float* ks, unsigned tab, unsigned v, void* w) {
-  qla_residual(ks, qlg_floats(tab), (const void*)__cvta_shared_to_generic(v), w);
+QLA_DEVICE void qlg_residual(const float* ks, unsigned factor, unsigned v, void* w) {
+  qla_residual(ks, qlg_floats(factor), (const void*)__cvta_shared_to_generic(v), w);
 }
 
 // [64 values, 64 tokens] operands of this warpgroup as [64 tokens, 64 values].

@@ -52,7 +52,7 @@ PASS_CONFIGS = {
 COMPUTE = 256
 THREADS = COMPUTE + 128
 COMPUTE_BARRIER = 8
-# The gate table: per token G (log2), -exp(G), scale exp(G), exp(G_last - G), beta; exp(G_last). NGAMMA is where qla_residual reads it.
+# The gate table: per token G (log2), -exp(G), scale exp(G), exp(G_last - G), beta; exp(G_last).
 G, NGAMMA, QGAMMA, DECAY, BETA, LAST = 0, 64, 128, 192, 256, 320
 TABLE = 324
 # Partial sums: rows by half of the columns, columns by 16 rows, the inner product by warp.
@@ -295,7 +295,9 @@ def build(config: Config):
                             T.sync_threads(COMPUTE_BARRIER, COMPUTE)
                             T.barrier_wait(full[V_TILE], turn)
                             T.wait_wgmma(1)
-                            T.call_extern("handle", "qlg_residual", u.data, table_at, w_at + wg * 8192, w_op.data)
+                            T.call_extern(
+                                "handle", "qlg_residual", u.data, table_at + 4 * NGAMMA, w_at + wg * 8192, w_op.data
+                            )
                             T.call_extern("handle", "qlg_store_transposed", w_op.data, w_at + wg * 8192)
                             T.wait_wgmma(0)
                             for a, b in T.Parallel(VT, CHUNK):

@@ -1,7 +1,7 @@
 """The two state passes of the backward in one launch: the state before, and its gradient after, every chunk.
 
 Per value head and chunk of 64 tokens, with G the in-chunk cumulative log decay, e = exp(G_last), A the gate-free
-inverse (fused_fwd.py), S the state before the chunk and R the gradient with respect to the state after it:
+inverse (chunk_intra.py), S the state before the chunk and R the gradient with respect to the state after it:
 
     X = beta o (A^T K)              S <- e S + X^T (exp(G_last - G) o V - K (e S))              first chunk to last
     Y = A (beta o K)                Q' = scale exp(G) o dO

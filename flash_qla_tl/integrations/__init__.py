@@ -1,0 +1,1 @@
+"""What brings the operators into other packages; each module does nothing until it is called."""
