@@ -1,8 +1,12 @@
 """Every kernel variant compiles for sm_90a without a GPU, within the hardware's limits."""
 
+import itertools
+import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 
@@ -29,75 +33,93 @@ SPILL_BYTES = 64
 # Two accumulator registers of a compute thread spill once a head, beside some 20 products; the rest once a chunk or in the
 # warps that load and store.
 CHUNK_BWD_SPILL_BYTES = 320
+# The state is the register operand of its products, and tiles come and go by TMA.
+STATE_IN_REGISTERS = ("wgmma_rs", "tma_load", "tma_store")
 
 
-def compile_report(build, args, tmp_path):
-    """As the builder compiles: -> the generated source, ptxas' report, dynamic shared memory in bytes."""
+@dataclass
+class Kernel:
+    """A variant, and what is asked of it."""
+
+    build: object
+    args: tuple
+    spill_bytes: int = SPILL_BYTES
+    contains: tuple[str, ...] = ()
+
+
+KERNELS = {}
+for config in chunk_fwd.configs():
+    KERNELS[f"chunk_fwd {config}"] = Kernel(chunk_fwd.build, (config,), contains=STATE_IN_REGISTERS)
+for config in chunk_states.configs():
+    KERNELS[f"chunk_states {config}"] = Kernel(chunk_states.build, (config,), contains=STATE_IN_REGISTERS)
+for config in chunk_bwd.configs():
+    KERNELS[f"chunk_bwd {config}"] = Kernel(chunk_bwd.build, (config,), CHUNK_BWD_SPILL_BYTES)
+for config in kda_prepare.configs():
+    KERNELS[f"kda prepare {config}"] = Kernel(kda_prepare.build, (config,), contains=("tma_load",))
+for config in kda_state_loop.configs():
+    KERNELS[f"kda state_loop {config}"] = Kernel(kda_state_loop.build, (config,), contains=STATE_IN_REGISTERS)
+for config in itertools.product((64, 128), ("bfloat16", "float16")):
+    KERNELS[f"chunk_intra {config}"] = Kernel(chunk_intra.build, config)
+    KERNELS[f"activations_fwd {config}"] = Kernel(activations.build_fwd, config, 0)
+    KERNELS[f"activations_bwd {config}"] = Kernel(activations.build_bwd, config, 0)
+
+
+def lower(kernel):
+    """As the builder does: -> the generated source, dynamic shared memory in bytes."""
     from tilelang import tvm
-    from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
-    func = build.get_tir(*args)
-    configs = tvm.transform.PassContext(opt_level=3, config=build.pass_configs)
+    func = kernel.build.get_tir(*kernel.args)
+    configs = tvm.transform.PassContext(opt_level=3, config=kernel.build.pass_configs)
     with tvm.target.Target(TARGET) as target, configs:
         artifact = tilelang.lower(func, target=target, enable_device_compile=False)
-    source = tmp_path / "kernel.cu"
-    source.write_text(artifact.kernel_source)
+    dynamic = [int(x) for x in re.findall(r'call_packed\("\w+_kernel", .*, (\d+)\)$', str(artifact.host_mod), re.M)]
+    return artifact.kernel_source, dynamic[0] if dynamic else 0
+
+
+def ptxas_report(source, folder):
+    from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
+
+    (folder / "kernel.cu").write_text(source)
     includes = [f"-I{path}" for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR)]
-    options = ["-std=c++17", "--use_fast_math", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-w"]
-    command = [nvcc(), *options, *includes, "-Xptxas", "-v", "-o", str(tmp_path / "kernel.cubin"), str(source)]
+    options = [
+        "-std=c++17",
+        "--use_fast_math",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-cubin",
+        "-w",
+        "-Xptxas",
+        "-v",
+    ]
+    command = [nvcc(), *options, *includes, "-o", str(folder / "kernel.cubin"), str(folder / "kernel.cu")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    dynamic = [int(x) for x in re.findall(r'call_packed\("\w+_kernel", .*, (\d+)\)$', str(artifact.host_mod), re.M)]
-    return artifact.kernel_source, result.stderr, dynamic[0] if dynamic else 0
+    return result.stderr
 
 
-def check(build, args, tmp_path, spill_bytes=SPILL_BYTES):
-    source, report, dynamic = compile_report(build, args, tmp_path)
+@pytest.fixture(scope="module")
+def compiled(request, tmp_path_factory):
+    """By name of those asked for: lowered here one after the other, while nvcc is at work on the ones before."""
+    names = [item.callspec.params["name"] for item in request.session.items if item.module is request.module]
+    found = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name in names:
+            try:
+                source, dynamic = lower(KERNELS[name])
+                report = pool.submit(ptxas_report, source, tmp_path_factory.mktemp("kernel"))
+            except Exception as error:  # this kernel's own test is where it belongs
+                source, dynamic, report = "", 0, Future()
+                report.set_exception(error)
+            found[name] = source, dynamic, report
+        yield found
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles(name, compiled):
+    source, dynamic, report = compiled[name]
+    report, kernel = report.result(), KERNELS[name]
     assert not re.search(r"C75\d\d", report), report
     spills = sum(int(x) for x in re.findall(r"(\d+) bytes spill stores", report))
-    assert spills <= spill_bytes, report
+    assert spills <= kernel.spill_bytes, report
     static = int(re.search(r"(\d+) bytes smem", report)[1]) if "bytes smem" in report else 0
     assert dynamic + static <= SMEM_CAPACITY
-    return source
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("K", [64, 128])
-def test_chunk_intra(K, dtype, tmp_path):
-    check(chunk_intra.build, (K, dtype), tmp_path)
-
-
-@pytest.mark.parametrize("config", chunk_fwd.configs(), ids=str)
-def test_chunk_fwd(config, tmp_path):
-    source = check(chunk_fwd.build, (config,), tmp_path)
-    # The state is the register operand of its products, and tiles come and go by TMA.
-    assert "wgmma_rs" in source and "tma_load" in source and "tma_store" in source
-
-
-@pytest.mark.parametrize("config", chunk_states.configs(), ids=str)
-def test_chunk_states(config, tmp_path):
-    source = check(chunk_states.build, (config,), tmp_path)
-    assert "wgmma_rs" in source and "tma_load" in source and "tma_store" in source
-
-
-@pytest.mark.parametrize("config", chunk_bwd.configs(), ids=str)
-def test_chunk_bwd(config, tmp_path):
-    check(chunk_bwd.build, (config,), tmp_path, CHUNK_BWD_SPILL_BYTES)
-
-
-@pytest.mark.parametrize("config", kda_prepare.configs(), ids=str)
-def test_kda_prepare(config, tmp_path):
-    assert "tma_load" in check(kda_prepare.build, (config,), tmp_path)
-
-
-@pytest.mark.parametrize("config", kda_state_loop.configs(), ids=str)
-def test_kda_state_loop(config, tmp_path):
-    source = check(kda_state_loop.build, (config,), tmp_path)
-    assert "wgmma_rs" in source and "tma_load" in source and "tma_store" in source
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("build", [activations.build_fwd, activations.build_bwd], ids=["fwd", "bwd"])
-def test_activations(build, K, dtype, tmp_path):
-    check(build, (K, dtype), tmp_path, spill_bytes=0)
+    assert all(word in source for word in kernel.contains)
