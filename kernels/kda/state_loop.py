@@ -68,12 +68,16 @@ def pick_config(dtype: str, heads: int, num_sms: int, emit: bool) -> Config:
     """heads: sequences x value heads. A head is split over two CTAs where the waves over the card take less time so."""
     whole = STEP_US[128] * -(-heads // num_sms)
     split = STEP_US[64] * -(-2 * heads // num_sms)
-    return Config(64 if split < whole else 128, dtype, emit)
+    return Config(64 if emit or split < whole else 128, dtype, emit)
 
 
 def configs() -> list[Config]:
     """Every variant that pick_config can return."""
-    return [Config(VR, dtype, emit) for dtype in ("bfloat16", "float16") for emit in (False, True) for VR in (64, 128)]
+    return [
+        Config(VR, dtype, emit)
+        for dtype in ("bfloat16", "float16")
+        for VR, emit in ((64, False), (64, True), (128, False))
+    ]
 
 
 def device_source(dtype: str) -> str:
