@@ -186,17 +186,7 @@ def main() -> int:
         ms, errors = measure(shape, mode, device, implementations)
         rows.append(report.make_row(shape, mode, ms, errors, options.commit))
         print(shape, rows[-1]["ms"], rows[-1]["error"], flush=True)
-    regressed = report.regressions(rows, report.read(report.results_file(rows[0]["gpu"])))
-    if options.out:
-        report.append(options.out, rows)
-    rows = report.with_recorded_peers(rows)
-    print(f"\n{report.table(rows)}")
-    if options.plot:
-        report.plot(rows, options.plot)
-    for line in regressed:
-        print(f"regressed: {line}")
-    complete = all(report.OURS in row["ms"] for row in rows)
-    return int(bool(regressed) or not complete)
+    return report.finish(rows, options.out, options.plot)
 
 
 if __name__ == "__main__":

@@ -201,6 +201,21 @@ def regressions(rows: list[dict], recorded: list[dict]) -> list[str]:
     return found
 
 
+def finish(rows: list[dict], out: Path | None, plotted: Path | None) -> int:
+    """What a benchmark does with its rows at the end; -> its exit code."""
+    regressed = regressions(rows, read(results_file(rows[0]["gpu"])))
+    if out:
+        append(out, rows)
+    rows = with_recorded_peers(rows)
+    print(f"\n{table(rows)}")
+    if plotted:
+        plot(rows, plotted)
+    for line in regressed:
+        print(f"regressed: {line}")
+    complete = all(OURS in row["ms"] for row in rows)
+    return int(bool(regressed) or not complete)
+
+
 def peers(row: dict) -> dict[str, float]:
     """Every other implementation's time, those recorded earlier with a mark."""
     measured = {name: ms for name, ms in row["ms"].items() if name != OURS}
@@ -253,7 +268,8 @@ def plot(rows: list[dict], path: Path) -> None:
             zorder=3 if mine else 2,
         )
     axes.set(xscale="log", yscale="log", xlabel="floor, ms", ylabel="ms a call")
-    axes.set_title(f"gated delta rule, {rows[0]['mode']}, {rows[0]['gpu']}")
+    operator = "Kimi Delta Attention" if rows[0]["mode"] == "kda_fwd" else "gated delta rule"
+    axes.set_title(f"{operator}, {rows[0]['mode']}, {rows[0]['gpu']}")
     # Labels at powers of ten; those between them would overlap.
     axes.xaxis.set_minor_formatter("")
     axes.grid(which="both", alpha=0.3)
@@ -265,7 +281,7 @@ def plot(rows: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tables and a plot of recorded rows.")
     parser.add_argument("results", type=Path)
-    parser.add_argument("--mode", choices=("fwd", "bwd"), default="fwd")
+    parser.add_argument("--mode", choices=("fwd", "bwd", "kda_fwd"), default="fwd")
     parser.add_argument("--plot", type=Path, help="a PNG to write")
     args = parser.parse_args()
     rows = [row for row in read(args.results) if row["mode"] == args.mode]

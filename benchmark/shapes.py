@@ -56,7 +56,8 @@ class Shape:
         Traffic is each input once and each output once, q, k, v and their like in 16 bits, gates
         and states in 32. The forward's products are K K^T, Q K^T, K S, Q S, A W, P Vn and K^T Vn,
         10.49 MFLOP a chunk and head at K = V = 128; the backward, which recomputes the states, has
-        three times as many.
+        three times as many. Kimi Delta Attention ("kda_fwd") has the forward's products, a gate of K numbers a
+        token and value head, and everything but the states in 16 bits.
         """
         N, tokens = len(self.seqlens), self.tokens
         qk, v = 2 * tokens * self.H * self.K * 2, tokens * self.HV * self.V * 2
@@ -64,6 +65,8 @@ class Shape:
         flop = self.chunk_heads * CHUNK * (6 * self.K * self.V + 4 * CHUNK * (self.K + self.V))
         if mode == "fwd":
             moved = qk + 2 * v + gates + 2 * state  # q k, v o, g beta, h0 ht
+        elif mode == "kda_fwd":
+            moved = qk + 2 * v + tokens * self.HV * (self.K + 1) * 2 + 2 * state
         else:
             A = tokens * self.HV * CHUNK * 2
             moved = 2 * qk + 3 * v + 2 * gates + 3 * state + A  # ... do dv, h0 dht dh0
@@ -92,8 +95,21 @@ PREFILL = _of(
     ]
 )
 TRAINING = _of([([8192], 16, 32), ([32768], 16, 32), ([1024] * 8, 16, 32), ([8192], 8, 16), ([8192], 16, 64)])
+# What FlashKDA is measured on, with fewer heads too.
+KDA = _of(
+    [
+        ([8192], 96, 96),
+        ([1300, 547, 2048, 963, 271, 3063], 96, 96),
+        ([1024] * 8, 96, 96),
+        ([8192], 64, 64),
+        ([1024] * 8, 64, 64),
+        ([8192], 32, 32),
+        ([32768], 8, 8),
+    ]
+)
 # Enough for every line of a script, on a CPU.
 SMOKE = _of([([130, 70], 2, 4)]) + [Shape((96, 96), 1, 1, packed=False)]
+KDA_SMOKE = _of([([130, 70], 2, 2), ([100], 1, 1)])
 
 # Boundaries of packed requests as a server sees them: 16384 tokens in pieces.
 _SERVED = (

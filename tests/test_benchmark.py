@@ -4,10 +4,11 @@ import json
 import sys
 
 import bench_gated_delta_rule as bench
+import bench_kda
 import pytest
 import report
 import torch
-from shapes import PREFILL, SETS, TRAINING, Shape, random_lengths, shapes
+from shapes import KDA, PREFILL, SETS, TRAINING, Shape, random_lengths, shapes
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -101,6 +102,8 @@ def test_recorded_peers_cover_the_recorded_workloads():
     rows += [row(shape, "bwd", ours=1.0) for shape in TRAINING]
     for found in report.with_recorded_peers(rows):
         assert "flash_qla_0_1_3" in found["recorded_ms"]
+    for found in report.with_recorded_peers([row(shape, "kda_fwd", ours=1.0) for shape in KDA]):
+        assert found["recorded_ms"]
     assert report.with_recorded_peers([row(gpu="cpu", ours=1.0)])[0]["recorded_ms"] == {}
 
 
@@ -171,3 +174,14 @@ def test_smoke(mode, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--rows", "1"])
     assert bench.main() == 1
     assert "regressed: " + mode + " 2x96 (1,1) dense" in capsys.readouterr().out
+
+
+def test_smoke_of_kda(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    out = tmp_path / "cpu.jsonl"
+    monkeypatch.setattr(sys, "argv", ["", "--set", "smoke", "--out", str(out)])
+    assert bench_kda.main() == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["mode"] for r in rows] == ["kda_fwd"] * 2
+    assert all(0 < r["error"]["ours"] < bench_kda.LIMIT for r in rows)
