@@ -169,7 +169,7 @@ def forget_fla(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-VERSIONS = ["0.5", "0.6", *(["installed"] if importlib.util.find_spec("fla") else [])]
+VERSIONS = ["0.5", "0.6", *(["installed"] if all(map(importlib.util.find_spec, ("fla", "triton"))) else [])]
 
 
 @pytest.fixture(params=VERSIONS)
@@ -427,6 +427,7 @@ def test_missing_fla(monkeypatch):
 @pytest.mark.parametrize("activations", [False, True], ids=["plain", "activations"])
 def test_gives_what_fla_gives(lengths, activations, reasons, caplog):
     """Its kernels and ours through one function of FLA, forward and backward."""
+    pytest.importorskip("triton")
     pytest.importorskip("fla")
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
@@ -458,6 +459,7 @@ def test_gives_what_fla_gives(lengths, activations, reasons, caplog):
 @pytest.mark.gpu
 def test_kda_gives_what_fla_gives(reasons, caplog):
     """The forward, in our kernels as soon as there are any."""
+    pytest.importorskip("triton")
     pytest.importorskip("fla")
     from fla.ops.kda import chunk_kda as rule
 
