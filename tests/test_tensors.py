@@ -48,6 +48,16 @@ def test_state_rows():
     assert state_rows(pool.double()).dtype == torch.float32
 
 
+def test_state_rows_begin_at_pairs():
+    """The kernels read a state two numbers at a time: one that begins at an odd number would be a misaligned address."""
+    odd = torch.randn(2 * 4 * 16 * 8 + 1)[1:].view(2, 4, 16, 8)
+    odd_steps = torch.randn(2, 4 * 16 * 8 + 1)[:, :-1].view(2, 4, 16, 8)
+    for x in (odd, odd_steps, odd.bfloat16()[1:]):
+        y = state_rows(x)
+        assert torch.equal(x, y) and y.data_ptr() % (2 * y.element_size()) == 0
+        assert y.is_contiguous()
+
+
 def test_without_nvcc_the_error_says_what_to_install(monkeypatch):
     nvcc = pytest.importorskip("tilelang.contrib.nvcc")
 

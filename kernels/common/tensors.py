@@ -46,7 +46,13 @@ def _make_constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 _kept_constants = functools.lru_cache(_make_constants)
 
 
-def state_rows(h0: torch.Tensor) -> torch.Tensor:
-    """States whose [K, V] (or [V, K]) are dense, in a type the kernel reads; sequences and heads may have any stride."""
-    h0 = readable(h0)
-    return h0 if h0.stride(-1) == 1 and h0.stride(-2) == h0.shape[-1] else h0.contiguous()
+def state_rows(x: torch.Tensor) -> torch.Tensor:
+    """States as the kernels read them: themselves, or a dense copy in a type that is read."""
+    x = readable(x)
+    return x if holds_states(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def holds_states(x: torch.Tensor) -> bool:
+    """Whether each state is dense and begins at a pair of numbers, which are moved at once; sequences and heads may have any stride."""
+    dense = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
+    return dense and x.data_ptr() % (2 * x.element_size()) == 0 and x.stride(0) % 2 == x.stride(1) % 2 == 0

@@ -9,7 +9,7 @@ import functools
 import torch
 
 from flash_qla_tl.kernels.common.target import CHUNK
-from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, readable, tma_ready
+from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, holds_states, state_rows, tma_ready
 from flash_qla_tl.kernels.kda.prepare import prepare
 from flash_qla_tl.kernels.kda.state_loop import state_loop
 
@@ -75,9 +75,9 @@ def forward(
         use_beta_sigmoid=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
     )
-    h0 = h0 if h0 is None or _in_place(h0) else readable(h0).clone(memory_format=torch.contiguous_format)
+    h0 = None if h0 is None else state_rows(h0)
     out = tma_ready(o)
-    state = ht if ht is None or _in_place(ht) else empty(ht.shape, dtype=torch.float32)
+    state = ht if ht is None or (ht.dtype in FLOAT_TYPE and holds_states(ht)) else empty(ht.shape, dtype=torch.float32)
     state_loop(
         workspace,
         tma_ready(v),
@@ -93,10 +93,3 @@ def forward(
     if state is not ht:
         ht.copy_(state)
     return o, h
-
-
-def _in_place(x: torch.Tensor) -> bool:
-    """Whether the kernel takes states where they are: of its types, each of them dense, two numbers at a time."""
-    dense = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
-    pairs = x.data_ptr() % (2 * x.element_size()) == 0 and x.stride(0) % 2 == x.stride(1) % 2 == 0
-    return x.dtype in FLOAT_TYPE and dense and pairs
