@@ -221,7 +221,11 @@ def _cu_seqlens(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, q: Tensor) ->
         if not cu_seqlens_cpu.is_cpu:
             raise ValueError(f"cu_seqlens_cpu must be on device cpu, got {cu_seqlens_cpu.device}")
         _shape("cu_seqlens_cpu", cu_seqlens_cpu, "N+1", [len(cu_seqlens)])
-        _boundaries("cu_seqlens_cpu", cu_seqlens_cpu, T)
+        if not torch.compiler.is_compiling():
+            _boundaries("cu_seqlens_cpu", cu_seqlens_cpu, T)
+    # A traced tensor has no contents; the op that is traced checks them when it runs.
+    if torch.compiler.is_compiling():
+        return
     # Reading a tensor on the GPU waits for it, so that is done on request only.
     if cu_seqlens.is_cpu or os.environ.get("FLASH_QLA_TL_CHECK") == "1":
         _boundaries("cu_seqlens", cu_seqlens, T)

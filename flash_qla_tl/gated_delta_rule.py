@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_qla_tl import checks
+from flash_qla_tl import checks, custom_ops
 from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
 from flash_qla_tl.kernels.common import target
 from flash_qla_tl.reference import activate
@@ -146,6 +146,26 @@ def chunk_gated_delta_rule(
         scale = q.shape[3] ** -0.5
     if not use_gate_in_kernel:
         A_log = dt_bias = None
+    if torch.compiler.is_compiling():
+        return _op(
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            cu_seqlens=cu_seqlens,
+            scale=scale,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            backend=backend,
+        )
     in_kernels = on_kernels(OPERATOR, target.refusal(q, k, v), q, backend)
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -200,6 +220,9 @@ def chunk_gated_delta_rule(
     h0 = k_first(initial_state, state_v_first)
     out = chunked(q, k, v, g, beta, scale, h0, boundaries)
     return out.o.to(dtype), k_first(out.ht, state_v_first) if output_final_state else None
+
+
+_op = custom_ops.define("chunk_gated_delta_rule", chunk_gated_delta_rule)
 
 
 @torch.no_grad()

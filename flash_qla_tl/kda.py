@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_qla_tl import checks
+from flash_qla_tl import checks, custom_ops
 from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
 from flash_qla_tl.kernels.common import target
 from flash_qla_tl.reference import activate
@@ -146,6 +146,21 @@ def chunk_kda(
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
         "allow_neg_eigval": allow_neg_eigval,
     }
+    if torch.compiler.is_compiling() and not return_intermediate_states:
+        return _op(
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            scale=scale,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            backend=backend,
+            **activations,
+        )
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     if on_kernels(OPERATOR, refusal(q, k, v, inputs), q, backend):
         from flash_qla_tl.kernels.kda.fwd import forward
@@ -178,6 +193,9 @@ def chunk_kda(
         return o, ht
     h = states_by_chunk(out.h.detach(), out.chunks, cu_seqlens, num_chunks, state_v_first)
     return o, ht, h.to(k.dtype)
+
+
+_op = custom_ops.define("chunk_kda", chunk_kda, lower_bound="float?")
 
 
 @torch.no_grad()
