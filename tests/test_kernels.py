@@ -17,11 +17,13 @@ pytestmark = pytest.mark.gpu
         (1, 1, 1, 1, 128),  # one row in a chunk
         (2, 77, 3, 12, 64),  # a ragged chunk, heads that divide nothing
         (1, 192, 1, 8, 128),
-        (1, 6400, 16, 64, 128),  # CTAs that take a whole group
+        (1, 6400, 16, 64, 128),  # CTAs that take a whole group, a warp a head
+        (1, 17000, 8, 16, 128),  # two warps a head
+        (1, 9000, 2, 10, 64),  # more heads than warps
     ],
 )
 def test_chunk_intra(B, num_tokens, H, HV, K, dtype):
-    """T, P^T and the factors, with every activation inside, as chunk_fwd reads them."""
+    """T with P^T, and the factors, with every activation inside, as chunk_fwd reads them."""
     from flash_qla_tl.kernels.common.gates import FACTORS
     from flash_qla_tl.kernels.gated_delta_rule.chunk_intra import chunk_intra
 
@@ -33,9 +35,11 @@ def test_chunk_intra(B, num_tokens, H, HV, K, dtype):
     slots, scale = B * -(-num_tokens // 64), 0.3
     o = torch.empty(B, num_tokens, HV, 64, dtype=dtype, device="cuda")
     options = dict(slots=slots, cu_seqlens=None, A=None, g_cumsum=None)
-    T, PT, factors = chunk_intra(
+    TP, factors = chunk_intra(
         q, k, raw_g, raw_beta, scale, o, **options, use_qk_l2norm=True, A_log=A_log, dt_bias=dt_bias, beta_range=2.0
     )
+    T = TP.tril(-1) + torch.diag_embed(factors[..., FACTORS["BETA"] : FACTORS["BETA"] + 64]).to(dtype)
+    PT = TP.triu()
     norms = [(x.double().square().sum(-1) + 1e-6).rsqrt() for x in (q, k)]
     g = -A_log.double().exp() * torch.nn.functional.softplus(raw_g.double() + dt_bias.double())
     whole = lambda x: torch.nn.functional.pad(  # noqa: E731

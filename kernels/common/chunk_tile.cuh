@@ -134,6 +134,49 @@ QLA_DEVICE void qla_store_transposed(const unsigned* o, void* tile) {
 }
 
 // ---------------------------------------------------------------------------------------------------
+// T and P^T in one tile: T below the diagonal, P^T on and above it.
+
+// One warp: the tile becomes T, with `diagonal`; P^T goes to p, whose 8x8 blocks below the diagonal are zero and stay it.
+QLA_DEVICE void qla_split_tile(void* tile_, void* p_, const float* diagonal) {
+  int l = qla_thread() & 31;
+  unsigned tile = qla_smem(tile_), p = qla_smem(p_);
+#pragma unroll
+  for (int first = 0; first < 14; first += 4) {
+    uint4 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int row = (first + i) * 4 + (l >> 3), at = row * 128 + (((l & 7) ^ (row & 7)) << 4);
+      if (first + i < 14 && (l & 7) > (first + i) / 2)
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x[i].x), "=r"(x[i].y), "=r"(x[i].z), "=r"(x[i].w) : "r"(tile + at));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int row = (first + i) * 4 + (l >> 3), at = row * 128 + (((l & 7) ^ (row & 7)) << 4);
+      if (first + i < 14 && (l & 7) > (first + i) / 2) {
+        asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(p + at), "r"(x[i].x), "r"(x[i].y), "r"(x[i].z), "r"(x[i].w) : "memory");
+        asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(tile + at), "r"(0) : "memory");
+      }
+    }
+  }
+  // The 8x8 blocks on the diagonal, two rows a lane.
+#pragma unroll
+  for (int row = l; row < 64; row += 32) {
+    int m = row & 7, at = row * 128 + (((row >> 3) ^ m) << 4);
+    unsigned x[4], d = qla_pack(diagonal[row], 0.f) << (m & 1) * 16;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(tile + at));
+    unsigned y[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      unsigned below = m > 2 * j + 1 ? 0xffffffffu : m == 2 * j + 1 ? 0xffffu : 0u;
+      y[j] = x[j] & ~below;
+      x[j] = (x[j] & below) | (m >> 1 == j ? d : 0u);
+    }
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(p + at), "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3]) : "memory");
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(tile + at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------
 // The triangular inverse. A = (I + L)^-1 with L = strict_lower(beta K K^T), 64x64, by one warpgroup: warp w owns the
 // 16 rows of block row w. With D the inverses of the four 16x16 diagonal blocks and N = D L below them,
 //     A = (I + N)^-1 D = (I - N + N^2 - N^3) D          (N is block-nilpotent: N^4 = 0)
@@ -389,9 +432,14 @@ QLA_DEVICE void qla_zero_triangle(void* tile, int upper) {
   for (int j = upper ? w + 1 : 0; j < (upper ? 4 : w); j++) qla_stmatrix(qla_block(qla_smem(tile), l, w, j), 0, 0, 0, 0);
 }
 
-// The number at an address, of run-time type (0: fp32, 1: bf16, 2: fp16).
-QLA_DEVICE float qla_load(long long address, int type) {
-  if (type == 0) return *(const float*)address;
-  if (type == 1) return __bfloat162float(*(const __nv_bfloat16*)address);
-  return __half2float(*(const __half*)address);
+// The number at an address, of run-time type (0: fp32, 1: bf16, 2: fp16), from the word that holds it. Without branches: the compiler
+// would make a copy for each type of all that follows.
+QLA_DEVICE unsigned qla_word(long long address) { return *(const unsigned*)(address & ~3ll); }
+
+QLA_DEVICE float qla_number(unsigned word, long long address, int type) {
+  unsigned short half = address & 2 ? word >> 16 : word;
+  float x = __uint_as_float((unsigned)half << 16), y = __half2float(__ushort_as_half(half));
+  return type == 0 ? __uint_as_float(word) : type == 1 ? x : y;
 }
+
+QLA_DEVICE float qla_load(long long address, int type) { return qla_number(qla_word(address), address, type); }

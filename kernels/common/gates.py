@@ -15,6 +15,7 @@ and, for the walk over the chunks, in global memory:
     NGAMMA     -2^G r_k            K S   -> what the state predicts
     QGAMMA     scale 2^G r_q       Q S   -> its part of the output
     DECAY      2^(G_last - G)      Vn    -> what is left of it at the chunk's end
+    BETA       beta r_k            the diagonal of T
     LAST[0]    2^G_last            the state
 
 The norm of k costs no more than this: with L, T and Vn scaled by diag(r_k) from the right sides, A becomes
@@ -36,9 +37,9 @@ ROWS = {
     "SCALE": 352,
 }
 TABLE = 416
-FACTORS = {"NGAMMA": 0, "QGAMMA": 64, "DECAY": 128, "LAST": 192}
+FACTORS = {"NGAMMA": 0, "QGAMMA": 64, "DECAY": 128, "BETA": 192, "LAST": 256}
 # Rows of whole 16 bytes, for TMA.
-NUM_FACTORS = 196
+NUM_FACTORS = 260
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -46,7 +47,7 @@ LN2 = 0.6931471805599453
 
 def device_source(dtype: str) -> str:
     """chunk_tile.cuh for operands of one 16-bit type, with the rows of the table."""
-    defines = {"QLA_BF16": int(dtype == "bfloat16"), **{f"QLA_{name}": at for name, at in ROWS.items()}}
+    defines = {"QLA_BF16": int(dtype == "bfloat16"), "QLA_TABLE": TABLE, **{f"QLA_{name}": at for name, at in ROWS.items()}}
     header = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     return header + (Path(__file__).parent / "chunk_tile.cuh").read_text()
 
@@ -61,9 +62,8 @@ def warp_cumsum(x, lane):
 
 
 @T.macro
-def write_gates(table, s, factors, slot, i_hv, g, beta, norm_k, scale_q, lane):
-    """One warp writes table[s] and factors[slot, i_hv] from g (log decay), beta, norm_k, scale_q = scale norm_q of tokens
-    2 lane and 2 lane + 1."""
+def write_gates(table, s, g, beta, norm_k, scale_q, lane):
+    """One warp writes table[s] from g (log decay), beta, norm_k, scale_q = scale norm_q of tokens 2 lane and 2 lane + 1."""
     total = T.alloc_local((1,), "float32")
     G = T.alloc_local((2,), "float32")
     before = T.alloc_local((1,), "float32")
@@ -72,7 +72,6 @@ def write_gates(table, s, factors, slot, i_hv, g, beta, norm_k, scale_q, lane):
     warp_cumsum(total, lane)
     G[1] = total[0]
     G[0] = total[0] - g[1] * LOG2E
-    last = T.shfl_sync(total[0], 31)
     before[0] = 0.0
     for b in T.unroll(1, 4):
         end = T.shfl_sync(total[0], 8 * b - 1)
@@ -91,11 +90,22 @@ def write_gates(table, s, factors, slot, i_hv, g, beta, norm_k, scale_q, lane):
         table[s, ROWS["ROW"] + 2 * lane + i] = T.exp2(G[i] - before[0])
     for i in T.vectorized(2):
         table[s, ROWS["SCALE"] + 2 * lane + i] = scale_q[i]
+
+
+@T.macro
+def write_factors(table, s, factors, slot, i_hv, norm_k, scale_q, lane):
+    """The same warp writes factors[slot, i_hv] from table[s]."""
+    G = T.alloc_local((2,), "float32")
+    last = table[s, ROWS["G"] + 63]
+    for i in T.vectorized(2):
+        G[i] = table[s, ROWS["G"] + 2 * lane + i]
     for i in T.vectorized(2):
         factors[slot, i_hv, FACTORS["NGAMMA"] + 2 * lane + i] = -T.exp2(G[i]) * norm_k[i]
     for i in T.vectorized(2):
         factors[slot, i_hv, FACTORS["QGAMMA"] + 2 * lane + i] = T.exp2(G[i]) * scale_q[i]
     for i in T.vectorized(2):
         factors[slot, i_hv, FACTORS["DECAY"] + 2 * lane + i] = T.exp2(last - G[i])
+    for i in T.vectorized(2):
+        factors[slot, i_hv, FACTORS["BETA"] + 2 * lane + i] = table[s, ROWS["BETA"] + 2 * lane + i]
     if lane < 4:
         factors[slot, i_hv, FACTORS["LAST"] + lane] = T.exp2(last)

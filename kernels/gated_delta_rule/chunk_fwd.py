@@ -12,10 +12,11 @@ wgmma with S (or W, Vn) as its register operand. Two VR: 128 where sequences x h
 two CTAs) where they do not.
 
     warps            work                                          waits on                         signals
-    STATE (4 VR/64)  W, Vn, O, S of a chunk                        loaded ready tp_loaded o_free    free o_full
-    LOAD (1)         TMA of K, Q, V, gate factors; of T and P^T    free                             loaded tp_loaded
+    STATE (4 VR/64)  W, Vn, O, S of a chunk                        loaded ready tp_ready o_free     free o_full
+    LOAD (1)         TMA of K, Q, V, gate factors; of T with P^T   free                             loaded tp_loaded
     ROWS (1)         zeroes K and V past the sequence's end in     loaded                           ready
                      a ragged last chunk
+    SPLIT (1)        T and P^T from the tile that holds both       loaded tp_loaded                 tp_ready
     STORE (1)        O, the sequence's rows of it                  o_full                           o_free
 
 Rows past a sequence's end are made inert: K and V zero here, decay 1 and beta 0 in T; garbage rows of Q reach only rows of O
@@ -113,8 +114,7 @@ def build(config: Config):
         k: T.StridedTensor((B, num_tokens, H, K), (*strides["k"], 1), dtype),
         v: T.StridedTensor((B, num_tokens, HV, V), (*strides["v"], 1), dtype),
         o: T.StridedTensor((B, num_tokens, HV, V), (*strides["o"], 1), dtype),
-        Ts: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
-        Ps: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
+        TPs: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
         factors: T.Tensor((slots, HV, NUM_FACTORS), accum),
         o_address: T.int64, num_seqs: T.int32, group: T.int32, cu_address: T.int64, cu_stride: T.int32, slots_per_row: T.int32,
         h0_address: T.int64, h0_type: T.int32, h0_stride_n: T.int64, h0_stride_h: T.int64,
@@ -130,7 +130,7 @@ def build(config: Config):
             p_s = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
             o_s = T.alloc_shared((VR, CHUNK), dtype)
             # TMA wants a stage to begin at a multiple of 128 bytes.
-            table = T.alloc_shared((STAGES, 256), accum)
+            table = T.alloc_shared((STAGES, 288), accum)
             S = T.alloc_fragment((VR, K), accum)
             Sb = T.alloc_fragment((VR, K), dtype)
             acc = T.alloc_fragment((VR, CHUNK), accum)
@@ -142,6 +142,7 @@ def build(config: Config):
             loaded = T.alloc_barrier([1] * STAGES)
             ready = T.alloc_barrier([1] * STAGES)
             tp_loaded = T.alloc_barrier([1] * STAGES)
+            tp_ready = T.alloc_barrier([1] * STAGES)
             free = T.alloc_barrier([4 * NW] * STAGES)
             o_full = T.alloc_barrier([4] * NW)
             o_free = T.alloc_barrier([1] * NW)
@@ -213,7 +214,7 @@ def build(config: Config):
                         T.address_of(v_s[s * VR + wg * 64, 0]),
                         w.data,
                     )
-                    T.barrier_wait(tp_loaded[s], phase)
+                    T.barrier_wait(tp_ready[s], phase)
                     product(w, t_s[s, :, :], acc)
                     T.wait_wgmma(1)
                     for a, b in T.Parallel(VR, CHUNK):
@@ -247,7 +248,9 @@ def build(config: Config):
                         T.barrier_wait(free[s], phase ^ 1)
                         T.tma_copy(k[i_b, t : t + CHUNK, i_h, 0:K], k_s[s, :, :], barrier=loaded[s])
                         T.tma_copy(q[i_b, t : t + CHUNK, i_h, 0:K], q_s[s, :, :], barrier=loaded[s])
-                        T.tma_copy(factors[slot0 + i, i_hv, 0:NUM_FACTORS], table[s, 0:NUM_FACTORS], barrier=loaded[s])
+                        for first in (0, 256):  # a box has at most 256 numbers
+                            last = min(first + 256, NUM_FACTORS)
+                            T.tma_copy(factors[slot0 + i, i_hv, first:last], table[s, first:last], barrier=loaded[s])
                         for wv in T.unroll(NW):
                             T.tma_copy(
                                 v[i_b, t : t + CHUNK, i_hv, v0 + wv * 64 : v0 + wv * 64 + 64],
@@ -257,8 +260,7 @@ def build(config: Config):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(loaded[s])
-                        T.tma_copy(Ts[slot0 + i, i_hv, 0:CHUNK, 0:CHUNK], t_s[s, :, :], barrier=tp_loaded[s])
-                        T.tma_copy(Ps[slot0 + i, i_hv, 0:CHUNK, 0:CHUNK], p_s[s, :, :], barrier=tp_loaded[s])
+                        T.tma_copy(TPs[slot0 + i, i_hv, 0:CHUNK, 0:CHUNK], t_s[s, :, :], barrier=tp_loaded[s])
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(tp_loaded[s])
@@ -304,6 +306,26 @@ def build(config: Config):
                             T.sync_warp()
                             if lane == 0:
                                 T.barrier_arrive(o_free[wo])
+                else:
+                    # P^T's part below its diagonal is written once.
+                    for i in T.serial(STAGES * CHUNK * CHUNK // 256):
+                        for j in T.vectorized(8):
+                            p_s[i // (CHUNK // 4), i % (CHUNK // 4) * 4 + lane // 8, lane % 8 * 8 + j] = T.cast(0.0, dtype)
+                    T.sync_warp()
+                    for i in T.serial(num_chunks):
+                        T.barrier_wait(loaded[s], phase)
+                        T.barrier_wait(tp_loaded[s], phase)
+                        device(
+                            "qla_split_tile",
+                            T.address_of(t_s[s, 0, 0]),
+                            T.address_of(p_s[s, 0, 0]),
+                            T.address_of(table[s, FACTORS["BETA"]]),
+                        )
+                        T.fence_proxy_async()
+                        T.sync_warp()
+                        if lane == 0:
+                            T.barrier_arrive(tp_ready[s])
+                        advance(s, phase, STAGES)
 
     return gdn_chunk_fwd_kernel
 
@@ -382,7 +404,7 @@ def chunk_fwd(
     device = q.device.index
     config = pick_config(K, V, dtype_name(q), N * HV, num_sms(device), output_h)
     with on_device(device):
-        Ts, Ps, factors = chunk_intra(
+        TPs, factors = chunk_intra(
             q,
             k,
             g,
@@ -399,7 +421,7 @@ def chunk_fwd(
             beta_range=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
         )
         _kernel(config)(
-            q, k, v, o, Ts, Ps, factors,
+            q, k, v, o, TPs, factors,
             address(o), N, HV // H, address(cu_seqlens), cu_stride(cu_seqlens), slots_per_row,
             address(h0), 0 if h0 is None else FLOAT_TYPE[h0.dtype], *((0, 0) if h0 is None else h0.stride()[:2]),
             address(ht), int(state_v_first),

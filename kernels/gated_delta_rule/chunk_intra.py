@@ -5,9 +5,10 @@ j <= i, else 0:
 
     A = (I + strict_lower(beta K K^T))^-1       T = D o A beta       P = scale D o (Q K^T)
 
-T and P^T go to a scratch of 16 bits, [slots, HV, 64, 64] each, and the factors a state needs (common/gates.py) to one of fp32;
-chunk_fwd.py takes them from there. A and the sums of g are written on request. Done here, once a head, and not in front of
-every use: the L2 norm of q and k, the activations of g and beta, and their conversion to fp32.
+T and P^T go to one scratch of 16 bits, [slots, HV, 64, 64]: T below the diagonal, P^T on and above it (T's own diagonal is
+beta). The factors a state needs (common/gates.py) go to one of fp32; chunk_fwd.py takes them from there. A and the sums of g are
+written on request. Done here, once a head, and not in front of every use: the L2 norm of q and k, the activations of g
+and beta, and their conversion to fp32.
 
 Grid (slots [+ 1] * HV / heads): a CTA of one warpgroup takes `heads` value heads of one key head in one chunk. Chunk i of
 sequence n has slot n slots_per_row + i, or, packed, bos // 64 + n + i: at most T // 64 + N, no two alike. Packed input has one
@@ -16,24 +17,28 @@ slot more: those behind the last sequence's zero the rows of the outputs that no
     step            warps
     K, Q by TMA     1 asks, all wait; rows past the sequence's end become zero
     norms           two threads a row
-    K K^T, K Q^T    all (wgmma)
-    gate table      one warp a value head, two heads at once, while the products run
-    P^T, A, T       all, a block row of 16 each, which the warp itself stores; they meet twice, where A's blocks are exchanged
+    K K^T, Q K^T    all (wgmma); to shared memory in fp32, over K and Q
+    a value head    one warp (two, four where the CTA has two heads, one: they share its block rows): gate table, A, T, P^T, and their
+                    way to memory (chunk_intra.cuh). No warp waits for another.
 """
 
 import functools
+from pathlib import Path
 
 import tilelang
 import tilelang.language as T
 import torch
 
-from flash_qla_tl.kernels.common.gates import LN2, NUM_FACTORS, ROWS, TABLE, device_source, write_gates
+from flash_qla_tl.kernels.common import gates
+from flash_qla_tl.kernels.common.gates import LN2, NUM_FACTORS, ROWS, TABLE, write_factors, write_gates
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address
 
 THREADS = 128
 CTAS_PER_SM = 4
-TABLES = 2
+# fp32 numbers in shared memory (chunk_intra.cuh): the products of a chunk, and what each warp has of its own.
+RAW, DIAG = 64 * 72, 4 * 324
+INVERSES, ROW_BLOCK = 512, 512
 # c = a b^T on the tensor cores, each warp with its 16 rows; and a function of chunk_tile.cuh.
 product = functools.partial(T.wgmma_gemm, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
 device = functools.partial(T.call_extern, "handle")
@@ -45,73 +50,47 @@ PASS_CONFIGS = {
 }
 
 
+def device_source(dtype: str) -> str:
+    return gates.device_source(dtype) + Path(__file__).with_suffix(".cuh").read_text()
+
+
 @tilelang.jit(target=TARGET, pass_configs=PASS_CONFIGS)
 def build(K: int, dtype: str):
     accum = "float32"
     B, num_tokens, H, HV, slots = (T.dynamic(name) for name in ("B", "num_tokens", "H", "HV", "slots"))
+    # K and Q, and then the products in their place.
+    STAGE_ROWS = max(2, -(-(RAW + DIAG) * 4 // (CHUNK * K * 2))) * CHUNK
     strides = {x: tuple(T.dynamic(f"{x}_stride_{i}", "int64") for i in "bth") for x in "qk"}
 
     @T.macro
-    def norm_of_rows(x_s, norm, tx):
+    def norm_of_rows(stage, which, norm, tx):
         """norm[0] of two threads a row = (sum x^2 + 1e-6)^-1/2."""
         values = T.alloc_local((8,), dtype)
         norm[0] = 0.0
         for i in T.serial(K // 16):
             for j in T.vectorized(8):
-                values[j] = x_s[tx // 2, tx % 2 * (K // 2) + i * 8 + j]
+                values[j] = stage[which, tx // 2, tx % 2 * (K // 2) + i * 8 + j]
             for j in T.unroll(8):
                 norm[0] += T.cast(values[j], accum) * T.cast(values[j], accum)
         norm[0] += T.shfl_xor(norm[0], 1)
         norm[0] = T.rsqrt(norm[0] + 1e-6)
 
     @T.macro
-    def read_gates(
-        gates,
-        betas,
-        i_b,
-        t0,
-        valid,
-        i_hv,
-        lane,
-        g_address,
-        g_type,
-        g_strides,
-        A_log_address,
-        dt_bias_address,
-        beta_address,
-        beta_type,
-        beta_strides,
-        beta_range,
-    ):
-        """Log decay and beta of this lane's two tokens, activated."""
-        for j in T.unroll(2):
-            gates[j] = 0.0
-            betas[j] = 0.0
-            if 2 * lane + j < valid:
-                t = T.cast(t0 + 2 * lane + j, "int64")
-                if g_address != 0:
-                    at = i_b * g_strides[0] + t * g_strides[1] + i_hv * g_strides[2]
-                    gates[j] = T.call_extern(
-                        accum, "qla_load", g_address + at * T.if_then_else(g_type == 0, 4, 2), g_type
-                    )
-                    if A_log_address != 0:
-                        A_log = T.make_tensor_from_addr(A_log_address, (1 << 30,), accum)
-                        dt_bias = T.make_tensor_from_addr(dt_bias_address, (1 << 30,), accum)
-                        x = gates[j] + dt_bias[i_hv]
-                        gates[j] = -T.exp(A_log[i_hv]) * (T.max(x, 0.0) + T.log(1.0 + T.exp(-T.abs(x))))
-                at_beta = i_b * beta_strides[0] + t * beta_strides[1] + i_hv * beta_strides[2]
-                betas[j] = T.call_extern(
-                    accum, "qla_load", beta_address + at_beta * T.if_then_else(beta_type == 0, 4, 2), beta_type
+    def activate(gates, betas, valid, i_hv, lane, A_log_address, dt_bias_address, beta_range):
+        """What read_gates read, activated where that is asked for."""
+        if A_log_address != 0:
+            A_log = T.make_tensor_from_addr(A_log_address, (1 << 30,), accum)
+            dt_bias = T.make_tensor_from_addr(dt_bias_address, (1 << 30,), accum)
+            rate = T.alloc_var(accum)
+            rate = -T.exp(A_log[i_hv])
+            for j in T.unroll(2):
+                x = gates[j] + dt_bias[i_hv]
+                gates[j] = T.if_then_else(
+                    2 * lane + j < valid, rate * (T.max(x, 0.0) + T.log(1.0 + T.exp(-T.abs(x)))), 0.0
                 )
-                if beta_range != 0.0:
-                    betas[j] = beta_range / (1.0 + T.exp(-betas[j]))
-
-    @T.macro
-    def store_own_rows(tile, out, slot, i_hv, warp, lane):
-        for i in T.unroll(4):
-            row = warp * 16 + i * 4 + lane // 8
-            for j in T.vectorized(8):
-                out[slot, i_hv, row, lane % 8 * 8 + j] = tile[row, lane % 8 * 8 + j]
+        if beta_range != 0.0:
+            for j in T.unroll(2):
+                betas[j] = T.if_then_else(2 * lane + j < valid, beta_range / (1.0 + T.exp(-betas[j])), 0.0)
 
     @T.macro
     def zero_rows(out_address, width, first, rows, hv0, heads, tx):
@@ -126,28 +105,24 @@ def build(K: int, dtype: str):
     def gdn_chunk_intra_kernel(
         q: T.StridedTensor((B, num_tokens, H, K), (*strides["q"], 1), dtype),
         k: T.StridedTensor((B, num_tokens, H, K), (*strides["k"], 1), dtype),
-        Ts: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
-        Ps: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
+        TPs: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
         factors: T.Tensor((slots, HV, NUM_FACTORS), accum),
         g_address: T.int64, g_type: T.int32, g_stride_b: T.int64, g_stride_t: T.int64, g_stride_h: T.int64,
         A_log_address: T.int64, dt_bias_address: T.int64,
         beta_address: T.int64, beta_type: T.int32, beta_stride_b: T.int64, beta_stride_t: T.int64, beta_stride_h: T.int64,
         beta_range: T.float32, norms: T.int32, scale: T.float32,
-        num_seqs: T.int32, search_steps: T.int32, group: T.int32, heads: T.int32, parts: T.int32,
+        num_seqs: T.int32, search_steps: T.int32, group: T.int32, heads: T.int32, split: T.int32, parts: T.int32,
         cu_address: T.int64, cu_stride: T.int32, slots_per_row: T.int32,
         A_address: T.int64, g_cumsum_address: T.int64, o_address: T.int64, o_width: T.int32,
     ):  # fmt: skip
         with T.Kernel(parts * (slots + T.if_then_else(cu_address != 0, 1, 0)), threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
-            k_s = T.alloc_shared((CHUNK, K), dtype)
-            q_s = T.alloc_shared((CHUNK, K), dtype)
-            tile = T.alloc_shared((CHUNK, CHUNK), dtype)
-            x_s = T.alloc_shared((CHUNK, CHUNK), dtype)
-            diag = T.alloc_shared((4 * 128,), accum, scope="shared")
-            table = T.alloc_shared((TABLES, TABLE), accum, scope="shared")
+            stage = T.alloc_shared((STAGE_ROWS // CHUNK, CHUNK, K), dtype)
+            # A warp's gate table, the inverses of its head's diagonal blocks, and a block row of the tile.
+            own = T.alloc_shared((4, TABLE + INVERSES + ROW_BLOCK), accum, scope="shared")
             norm_s = T.alloc_shared((2, CHUNK), accum, scope="shared")
             kk = T.alloc_fragment((CHUNK, CHUNK), accum)
-            kq = T.alloc_fragment((CHUNK, CHUNK), accum)
+            qk = T.alloc_fragment((CHUNK, CHUNK), accum)
             gates = T.alloc_local((2,), accum)
             betas = T.alloc_local((2,), accum)
             norm_k = T.alloc_local((2,), accum)
@@ -155,7 +130,7 @@ def build(K: int, dtype: str):
             norm = T.alloc_local((1,), accum)
             loaded = T.alloc_barrier([1])
             T.annotate_min_blocks_per_sm(CTAS_PER_SM)
-            T.annotate_layout({x: tilelang.layout.make_swizzled_layout(x) for x in (k_s, q_s, tile, x_s)})
+            T.annotate_layout({stage: tilelang.layout.make_swizzled_layout(stage)})
 
             tx = T.get_thread_binding()
             lane = tx % 32
@@ -202,89 +177,93 @@ def build(K: int, dtype: str):
             if valid > 0:
                 row0 = T.cast(i_b, "int64") * num_tokens + t0
                 if warp == 0:
-                    T.tma_copy(k[i_b, t0 : t0 + CHUNK, i_h, 0:K], k_s, barrier=loaded[0])
-                    T.tma_copy(q[i_b, t0 : t0 + CHUNK, i_h, 0:K], q_s, barrier=loaded[0])
+                    T.tma_copy(k[i_b, t0 : t0 + CHUNK, i_h, 0:K], stage[0, :, :], barrier=loaded[0])
+                    T.tma_copy(q[i_b, t0 : t0 + CHUNK, i_h, 0:K], stage[1, :, :], barrier=loaded[0])
                     T.sync_warp()
                     if lane == 0:
                         T.barrier_arrive(loaded[0])
-                # A's blocks above its diagonal.
-                device("qla_zero_triangle", T.address_of(x_s[0, 0]), 1)
-                for e in T.serial(heads):
+                device("qla_clear_quarters", T.address_of(own[warp, TABLE]), lane)
+                # This warp's value head, of those that the four take at once, and its part of it.
+                at_once = T.alloc_var("int32")
+                e = T.alloc_var("int32")
+                part = T.alloc_var("int32")
+                at_once = T.truncdiv(4, split)
+                e = T.truncdiv(warp, split)
+                part = warp - e * split
+                for r in T.serial(T.truncdiv(heads + at_once - 1, at_once)):
                     i_hv = hv0 + e
-                    mine = i_hv + warp
-                    some = e % TABLES == 0 and warp < T.min(heads - e, TABLES)
-                    if some:
-                        read_gates(gates, betas, i_b, t0, valid, mine, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h),
-                            A_log_address, dt_bias_address, beta_address, beta_type, (beta_stride_b, beta_stride_t, beta_stride_h), beta_range)  # fmt: skip
-                    if e == 0:
+                    if e < heads:
+                        g_bytes = T.if_then_else(g_type == 0, 4, 2)
+                        beta_bytes = T.if_then_else(beta_type == 0, 4, 2)
+                        device(
+                            "qla_read_gates",
+                            gates.data,
+                            betas.data,
+                            T.if_then_else(
+                                g_address != 0,
+                                g_address + (i_b * g_stride_b + t0 * g_stride_t + i_hv * g_stride_h) * g_bytes,
+                                T.int64(0),
+                            ),
+                            g_type,
+                            g_stride_t * g_bytes,
+                            beta_address + (i_b * beta_stride_b + t0 * beta_stride_t + i_hv * beta_stride_h) * beta_bytes,
+                            beta_type,
+                            beta_stride_t * beta_bytes,
+                            valid,
+                            lane,
+                        )
+                    if r == 0:
                         T.barrier_wait(loaded[0], 0)
                         if valid < CHUNK:
                             # What the rows past the sequence's end hold is anybody's. Those of Q reach rows of P alone that nobody
                             # reads.
-                            for r in T.serial(valid, CHUNK):
+                            for row in T.serial(valid, CHUNK):
                                 if tx < K:
-                                    k_s[r, tx] = T.cast(0.0, dtype)
+                                    stage[0, row, tx] = T.cast(0.0, dtype)
                             T.fence_proxy_async()
                             T.sync_threads()
                         norm[0] = 1.0
                         if norms != 0:
-                            norm_of_rows(k_s, norm, tx)
+                            norm_of_rows(stage, 0, norm, tx)
                         norm_s[0, tx // 2] = norm[0]
                         if norms != 0:
-                            norm_of_rows(q_s, norm, tx)
+                            norm_of_rows(stage, 1, norm, tx)
                         norm_s[1, tx // 2] = norm[0] * scale
+                        product(stage[0, :, :], stage[0, :, :], kk)
+                        product(stage[1, :, :], stage[0, :, :], qk)
+                        T.wait_wgmma(0)
                         T.sync_threads()
-                    product(k_s, k_s, kk)
-                    product(k_s, q_s, kq)
-                    if e % TABLES == 0:
-                        # The last heads' tables have been read.
+                        device("qla_store_products", kk.data, qk.data, T.address_of(stage[0, 0, 0]))
                         T.sync_threads()
-                    if some:
                         for j in T.unroll(2):
                             norm_k[j] = norm_s[0, 2 * lane + j]
                             scale_q[j] = norm_s[1, 2 * lane + j]
-                        write_gates(table, warp, factors, slot, mine, gates, betas, norm_k, scale_q, lane)
-                        if g_cumsum_address != 0:
-                            g_cumsum = T.make_tensor_from_addr(g_cumsum_address, (1 << 60,), accum)
-                            for j in T.unroll(2):
-                                if 2 * lane + j < valid:
-                                    g_cumsum[(row0 + 2 * lane + j) * HV + mine] = (
-                                        table[warp, ROWS["G"] + 2 * lane + j] * LN2
-                                    )
-                    if e % TABLES == 0:
-                        T.sync_threads()
-                    T.wait_wgmma(0)
-                    # A warp writes its own rows of the tile and stores them: no one waits for another.
-                    device("qla_zero_triangle", T.address_of(tile[0, 0]), 0)
-                    device("qla_scores", kq.data, T.address_of(table[e % TABLES, 0]), T.address_of(tile[0, 0]))
-                    T.sync_warp()
-                    store_own_rows(tile, Ps, slot, i_hv, warp, lane)
-                    device(
-                        "qla_solve_diagonal",
-                        kk.data,
-                        T.address_of(table[e % TABLES, 0]),
-                        T.address_of(x_s[0, 0]),
-                        T.address_of(diag[0]),
-                    )
-                    device("qla_zero_triangle", T.address_of(tile[0, 0]), 1)
-                    device(
-                        "qla_solve_rows",
-                        T.address_of(table[e % TABLES, 0]),
-                        T.address_of(x_s[0, 0]),
-                        T.address_of(tile[0, 0]),
-                        T.if_then_else(A_address != 0, 1, 0),
-                    )
-                    T.sync_warp()
-                    store_own_rows(tile, Ts, slot, i_hv, warp, lane)
-                    if A_address != 0:
-                        A = T.make_tensor_from_addr(A_address + (row0 * HV + i_hv) * (CHUNK * 2), (1 << 60,), dtype)
-                        for i in T.unroll(4):
-                            row = warp * 16 + i * 4 + lane // 8
-                            if row < valid:
-                                for j in T.vectorized(8):
-                                    A[row * (HV * CHUNK) + lane % 8 * 8 + j] = x_s[row, lane % 8 * 8 + j]
-                    # The tile's next rows come after these have been read.
-                    T.sync_warp()
+                    if e < heads:
+                        activate(gates, betas, valid, i_hv, lane, A_log_address, dt_bias_address, beta_range)
+                        write_gates(own, warp, gates, betas, norm_k, scale_q, lane)
+                        T.sync_warp()
+                        if part == 0:
+                            write_factors(own, warp, factors, slot, i_hv, norm_k, scale_q, lane)
+                            if g_cumsum_address != 0:
+                                g_cumsum = T.make_tensor_from_addr(g_cumsum_address, (1 << 60,), accum)
+                                for j in T.unroll(2):
+                                    if 2 * lane + j < valid:
+                                        g_cumsum[(row0 + 2 * lane + j) * HV + i_hv] = (
+                                            own[warp, ROWS["G"] + 2 * lane + j] * LN2
+                                        )
+                        device(
+                            "qla_chunk_head",
+                            T.address_of(own[warp, 0]),
+                            T.address_of(stage[0, 0, 0]),
+                            part,
+                            split,
+                            T.address_of(TPs[slot, i_hv, 0, 0]),
+                            T.if_then_else(A_address != 0, A_address + (row0 * HV + i_hv) * (CHUNK * 2), T.int64(0)),
+                            HV * CHUNK * 2,
+                            valid,
+                        )
+                        T.sync_warp()
+                    e += at_once
 
     return gdn_chunk_intra_kernel
 
@@ -297,8 +276,8 @@ def _kernel(K: int, dtype: str):
 
 
 def heads_per_cta(group: int, chunk_heads: int, num_sms: int) -> int:
-    """Value heads a CTA takes one after the other: the whole group where that fills the card, else one."""
-    return group if chunk_heads >= group * CTAS_PER_SM * num_sms else 1
+    """Value heads a CTA takes: one, whose work its warps share, where all then run at once; else the whole group."""
+    return 1 if chunk_heads <= CTAS_PER_SM * num_sms else group
 
 
 def chunk_intra(
@@ -317,8 +296,8 @@ def chunk_intra(
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     beta_range: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> T, P^T and the gate factors, by slot. Fills A and g_cumsum where given, and rows of o, A and g_cumsum of no sequence.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> T with P^T, and the gate factors, by slot. Fills A and g_cumsum where given, and rows of o, A and g_cumsum of no sequence.
 
     g (or None: no decay) and beta are fp32, bf16 or fp16 in any strides; A_log and dt_bias fp32 [HV] together or None; beta_range
     is the factor of beta's sigmoid, 0 for none.
@@ -327,19 +306,19 @@ def chunk_intra(
     HV = beta.shape[2]
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     empty = functools.partial(torch.empty, device=q.device)
-    Ts, Ps = (empty((slots, HV, CHUNK, CHUNK), dtype=q.dtype) for _ in range(2))
+    TPs = empty((slots, HV, CHUNK, CHUNK), dtype=q.dtype)
     factors = empty((slots, HV, NUM_FACTORS), dtype=torch.float32)
     heads = heads_per_cta(HV // H, slots * HV, num_sms(q.device.index))
     _kernel(K, dtype_name(q))(
-        q, k, Ts, Ps, factors,
+        q, k, TPs, factors,
         address(g), 0 if g is None else FLOAT_TYPE[g.dtype], *((0, 0, 0) if g is None else g.stride()),
         address(A_log), address(dt_bias),
         address(beta), FLOAT_TYPE[beta.dtype], *beta.stride(), beta_range, int(use_qk_l2norm), scale,
-        N, N.bit_length(), HV // H, heads, HV // heads,
+        N, N.bit_length(), HV // H, heads, {1: 4, 2: 2}.get(heads, 1), HV // heads,
         address(cu_seqlens), cu_stride(cu_seqlens), -(-num_tokens // CHUNK),
         address(A), address(g_cumsum), address(o), o.shape[3] // 2,
     )  # fmt: skip
-    return Ts, Ps, factors
+    return TPs, factors
 
 
 def cu_stride(cu_seqlens: torch.Tensor | None) -> int:

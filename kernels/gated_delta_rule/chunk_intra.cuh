@@ -1,0 +1,235 @@
+// What one warp does for one value head of a chunk: the inverse A, and T and P^T in one tile. Included behind
+// kernels/common/chunk_tile.cuh, whose fragments and mma.sync it uses.
+//
+//     A = (I + L)^-1,  L = strict_lower(beta K K^T)          T = decay o A o beta          P = scale decay o (Q K^T)
+//
+// By blocks of 16: D_i the inverses of the diagonal blocks of I + L, A_ii = D_i, and along a block row from its diagonal to the left
+//
+//     A_ij = -(A_ii L_ij + A_i,i-1 L_i-1,j + ... + A_i,j+1 L_j+1,j) D_j
+//
+// as fp16 mma.sync with fp32 accumulation. What is made is always a left operand, whose registers are an accumulator's; right
+// operands are L, straight from the products in shared memory, and D. So a block row needs nothing of another, and a warp nothing of
+// another warp. D is made by forward substitution in fp32: it keeps keys that repeat exact, where a power series cancels.
+//
+// Shared by the warps of a CTA, in place of K and Q once their products are done, fp32:
+//     raw   [64, QLA_RAW]  q_i . k_j on and below the diagonal blocks; above them k_i . k_j
+//     diag  [4, 16, 20]    k_i . k_j of the diagonal blocks
+// Each warp's own, one behind the other:
+//     tab   the gate table of its head (kernels/common/gates.py)
+//     dt    D^T of the four blocks in fp16, each as its four 8x8 quarters of 128 bytes, row by row
+//     rows  16 rows of the tile on their way to memory, swizzled
+#pragma once
+
+// Row lengths that keep a warp's reads of 8 rows off each other's banks.
+#define QLA_RAW 72
+#define QLA_DIAG_ROW 20
+#define QLA_DIAG_BLOCK 324
+
+// g (0 where there is none) and beta of this lane's two tokens, from the addresses of a chunk's first token and the bytes to the next
+// one; 0 from token `valid` on. The four loads are on their way before one is waited for; volatile, or they would be moved to their use.
+QLA_DEVICE void qla_read_gates(float* gates, float* betas, long long g, int g_type, long long g_step, long long beta, int beta_type,
+                               long long beta_step, int valid, int lane) {
+  long long from[4];
+  unsigned word[4];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    int token = min(2 * lane + j, valid - 1);
+    from[j] = (g ? g : beta) + token * g_step, from[2 + j] = beta + token * beta_step;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) asm volatile("ld.global.b32 %0, [%1];" : "=r"(word[i]) : "l"(from[i] & ~3ll));
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    bool inside = 2 * lane + j < valid;
+    gates[j] = inside && g ? qla_number(word[j], from[j], g_type) : 0.f;
+    betas[j] = inside ? qla_number(word[2 + j], from[2 + j], beta_type) : 0.f;
+  }
+}
+
+// The products from the accumulators of the warpgroup (rows: kk keys, qk queries) to raw and diag.
+QLA_DEVICE void qla_store_products(const float* kk, const float* qk, void* products) {
+  float *raw = (float*)products, *diag = raw + 64 * QLA_RAW;
+  int thread = qla_thread(), w = thread >> 5, l = thread & 31, g = l >> 2, t = (l & 3) * 2;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const float* x = kk + 8 * j;
+    float y[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) y[e] = j > w ? x[e] : qk[8 * j + e];
+    float *to = raw + (16 * w + g) * QLA_RAW + 16 * j + t, *own = diag + w * QLA_DIAG_BLOCK + g * QLA_DIAG_ROW + t;
+    if (j == w) {
+      *(float2*)own = make_float2(x[0], x[1]), *(float2*)(own + 8 * QLA_DIAG_ROW) = make_float2(x[2], x[3]);
+      *(float2*)(own + 8) = make_float2(x[4], x[5]), *(float2*)(own + 8 * QLA_DIAG_ROW + 8) = make_float2(x[6], x[7]);
+    }
+    *(float2*)to = make_float2(y[0], y[1]), *(float2*)(to + 8 * QLA_RAW) = make_float2(y[2], y[3]);
+    *(float2*)(to + 8) = make_float2(y[4], y[5]), *(float2*)(to + 8 * QLA_RAW + 8) = make_float2(y[6], y[7]);
+  }
+}
+
+// The 8x8 quarters of D^T below its diagonal, which nothing writes.
+QLA_DEVICE void qla_clear_quarters(const float* dt_, int l) {
+  unsigned dt = qla_smem(dt_);
+  asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(dt + (l >> 3) * 512 + 256 + (l & 7) * 16), "r"(0) : "memory");
+}
+
+// D^T of the four diagonal blocks. D = {{D1, 0}, {-D2 L21 D1, D2}}, D1 and D2 by forward substitution: a lane takes column l % 8 of
+// the two inverses of block l / 8.
+QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* diag, unsigned dt, int l) {
+  int b = l >> 3, c = l & 7, g = l >> 2, t = (l & 3) * 2;
+  const float* own = diag + b * QLA_DIAG_BLOCK;
+  float s[2][8];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float u[8] = {0, 0, 0, 0, 0, 0, 0, 0}, beta[8];
+    *(float4*)beta = *(const float4*)(tab + QLA_BETA_ROW + 16 * b + 8 * h);
+    *(float4*)(beta + 4) = *(const float4*)(tab + QLA_BETA_ROW + 16 * b + 8 * h + 4);
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      s[h][k] = fmaf(-beta[k], u[k], k == c ? 1.f : 0.f);
+#pragma unroll
+      for (int q = (k + 1) / 4; q < 2; q++) {
+        float4 p = *(const float4*)(own + (8 * h + k) * QLA_DIAG_ROW + 8 * h + 4 * q);
+        if (4 * q > k) u[4 * q] = fmaf(p.x, s[h][k], u[4 * q]);
+        if (4 * q + 1 > k) u[4 * q + 1] = fmaf(p.y, s[h][k], u[4 * q + 1]);
+        if (4 * q + 2 > k) u[4 * q + 2] = fmaf(p.z, s[h][k], u[4 * q + 2]);
+        if (4 * q + 3 > k) u[4 * q + 3] = fmaf(p.w, s[h][k], u[4 * q + 3]);
+      }
+    }
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(dt + b * 512 + h * 384 + c * 16), "r"(qla_half2(s[h][0], s[h][1])),
+                 "r"(qla_half2(s[h][2], s[h][3])), "r"(qla_half2(s[h][4], s[h][5])), "r"(qla_half2(s[h][6], s[h][7]))
+                 : "memory");
+  }
+  __syncwarp();
+  // Two blocks' quarters are the diagonal of one 16x16 operand.
+  unsigned place = dt + b * 512 + c * 16, d1[4], d2[4], l21[4], x[4];
+  qla_ldmatrix(place, d1);
+  qla_ldmatrix_t(place + 384, d2);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    float2 y = *(const float2*)(diag + i * QLA_DIAG_BLOCK + g * QLA_DIAG_ROW + 8 + t);
+    float2 beta = *(const float2*)(tab + QLA_BETA_ROW + 16 * i + 8 + t);
+    l21[i] = qla_half2(y.x * beta.x, y.y * beta.y);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    float z[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0};
+    unsigned left[4] = {d2[i], 0, 0, d2[i + 1]};
+    qla_mma(z, left, l21[i], l21[i + 1]);
+    left[0] = qla_half2(-z[0], -z[1]), left[3] = qla_half2(-z[2], -z[3]);
+    qla_mma(y, left, d1[i], d1[i + 1]);
+    x[i] = qla_half2(y[0], y[1]), x[i + 1] = qla_half2(y[2], y[3]);
+  }
+  qla_stmatrix_t(place + 128, x[0], x[1], x[2], x[3]);
+  __syncwarp();
+}
+
+// Block (i, j) of L, below the diagonal, as a right operand: beta_row k_row . k_column.
+QLA_DEVICE void qla_lower_block(const float* tab, const float* raw, int i, int j, int g, int t, unsigned* b) {
+  const float *x = raw + (16 * j + g) * QLA_RAW + 16 * i + t, *beta = tab + QLA_BETA_ROW + 16 * i + t;
+  float2 b0 = *(const float2*)beta, b1 = *(const float2*)(beta + 8);
+#pragma unroll
+  for (int h = 0; h < 2; h++, x += 8 * QLA_RAW) {
+    float2 y0 = *(const float2*)x, y1 = *(const float2*)(x + 8);
+    b[2 * h] = qla_half2(y0.x * b0.x, y0.y * b0.y), b[2 * h + 1] = qla_half2(y1.x * b1.x, y1.y * b1.y);
+  }
+}
+
+// 16 rows of a tile from shared to global memory, the first `valid` of them.
+QLA_DEVICE void qla_flush_rows(unsigned rows, long long to, int stride, int valid, int l) {
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int row = 4 * i + (l >> 3), col = l & 7;
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(rows + row * 128 + ((col ^ (row & 7)) << 4)));
+    if (row < valid) *(uint4*)(to + (long long)row * stride + col * 16) = x;
+  }
+  __syncwarp();
+}
+
+// Block rows `part`, part + split, ... (in the order 3, 2, 0, 1) of a value head: T below the diagonal and P^T on and above it go to
+// `tile`, and, where A_address is not 0, A's `valid` rows there, A_stride bytes apart. (T's diagonal is beta, which the walk has.)
+QLA_DEVICE void qla_chunk_head(const float* tab, const void* products, int part, int split, void* tile_, long long A_address, int A_stride,
+                               int valid) {
+  int l = qla_thread() & 31, g = l >> 2, t = (l & 3) * 2;
+  const float *raw = (const float*)products, *diag = raw + 64 * QLA_RAW;
+  unsigned dt = qla_smem(tab + QLA_TABLE), rows = dt + 2048;
+  long long tile = (long long)tile_;
+  qla_diagonal_inverses(tab, diag, dt, l);
+#pragma unroll 1
+  for (int n = part; n < 4; n += split) {
+    int i = n < 2 ? 3 - n : n - 2, r = 16 * i + g, c = 16 * i + t;
+    unsigned a[4][4];  // A_ii, A_i,i-1, ...
+    qla_ldmatrix_t(dt + i * 512 + l * 16, a[0]);
+    {
+      // The diagonal block: below its diagonal T's, on and above it P^T's, with one exponential of a number that is at most 0.
+      float2 d[4];
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        int row = r + 8 * (q & 1), col = c + 8 * (q >> 1);
+        float y[2];
+        float2 f = __half22float2(*reinterpret_cast<__half2*>(&a[0][q]));
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float G_row = tab[QLA_G + row], G_col = tab[QLA_G + col + e];
+          bool below = q == 1 || (q != 2 && t + e < g);
+          float x = below ? (e ? f.y : f.x) * tab[QLA_BETA + col + e] : raw[(col + e) * QLA_RAW + row] * tab[QLA_SCALE + col + e];
+          y[e] = x * qla_exp2(below ? G_row - G_col : G_col - G_row);
+        }
+        d[q] = make_float2(y[0], y[1]);
+      }
+      qla_stmatrix(qla_block(rows, l, 0, i), qla_pack(d[0].x, d[0].y), qla_pack(d[1].x, d[1].y), qla_pack(d[2].x, d[2].y), qla_pack(d[3].x, d[3].y));
+    }
+    // Below the diagonal: A along the row, and T.
+    const float *col = tab + (i == 3 ? QLA_COL3 : i == 2 ? QLA_COL2 : QLA_COL1) + t, *beta = tab + QLA_BETA + t;
+    float e0 = -tab[QLA_ROW + r], e1 = -tab[QLA_ROW + r + 8];
+#pragma unroll
+    for (int m = 1; m < 4; m++)
+      if (m <= i) {
+        float z[8], y[8];
+        unsigned b[4];
+        qla_clear_tile(z), qla_clear_tile(y);
+#pragma unroll
+        for (int p = 0; p < m; p++) {
+          qla_lower_block(tab, raw, i - p, i - m, g, t, b);
+          qla_mma16(z, a[p], b);
+        }
+        qla_half2_tile(z, a[m]);
+        qla_ldmatrix(dt + (i - m) * 512 + l * 16, b);
+        qla_mma16(y, a[m], b);
+        float2 c0 = *(const float2*)(col + 16 * (i - m)), c1 = *(const float2*)(col + 16 * (i - m) + 8);
+        float2 b0 = *(const float2*)(beta + 16 * (i - m)), b1 = *(const float2*)(beta + 16 * (i - m) + 8);
+        c0.x *= b0.x, c0.y *= b0.y, c1.x *= b1.x, c1.y *= b1.y;
+        qla_stmatrix(qla_block(rows, l, 0, i - m), qla_pack(y[0] * (e0 * c0.x), y[1] * (e0 * c0.y)), qla_pack(y[2] * (e1 * c0.x), y[3] * (e1 * c0.y)),
+                     qla_pack(y[4] * (e0 * c1.x), y[5] * (e0 * c1.y)), qla_pack(y[6] * (e1 * c1.x), y[7] * (e1 * c1.y)));
+        qla_half2_tile(y, a[m]);
+        qla_negate(a[m], a[m]);
+      }
+    // Above it: P^T, from its transpose.
+#pragma unroll
+    for (int j = 1; j < 4; j++)
+      if (j > i) {
+        const float *x = raw + (16 * j + g) * QLA_RAW + c, *key = tab + (j == 3 ? QLA_COL3 : j == 2 ? QLA_COL2 : QLA_COL1) + c;
+        const float *query = tab + QLA_ROW + 16 * j + g, *scale = tab + QLA_SCALE + 16 * j + g;
+        float2 k0 = *(const float2*)key, k1 = *(const float2*)(key + 8);
+        float q0 = query[0] * scale[0], q1 = query[8] * scale[8];
+        float2 x00 = *(const float2*)x, x01 = *(const float2*)(x + 8);
+        float2 x10 = *(const float2*)(x + 8 * QLA_RAW), x11 = *(const float2*)(x + 8 * QLA_RAW + 8);
+        qla_stmatrix_t(qla_block(rows, l, 0, j), qla_pack(x00.x * (q0 * k0.x), x00.y * (q0 * k0.y)), qla_pack(x01.x * (q0 * k1.x), x01.y * (q0 * k1.y)),
+                       qla_pack(x10.x * (q1 * k0.x), x10.y * (q1 * k0.y)), qla_pack(x11.x * (q1 * k1.x), x11.y * (q1 * k1.y)));
+      }
+    qla_flush_rows(rows, tile + i * 2048, 128, 16, l);
+    if (A_address) {
+#pragma unroll
+      for (int m = 0; m < 4; m++)
+        if (m <= i) {
+          float2 y[4];
+#pragma unroll
+          for (int q = 0; q < 4; q++) y[q] = __half22float2(*reinterpret_cast<__half2*>(&a[m][q]));
+          qla_stmatrix(qla_block(rows, l, 0, i - m), qla_pack(y[0].x, y[0].y), qla_pack(y[1].x, y[1].y), qla_pack(y[2].x, y[2].y), qla_pack(y[3].x, y[3].y));
+        }
+      for (int j = i + 1; j < 4; j++) qla_stmatrix(qla_block(rows, l, 0, j), 0, 0, 0, 0);
+      qla_flush_rows(rows, A_address + (long long)(16 * i) * A_stride, A_stride, valid - 16 * i, l);
+    }
+  }
+}
