@@ -17,6 +17,8 @@ and, for the walk over the chunks, in global memory:
     DECAY      2^(G_last - G)      Vn    -> what is left of it at the chunk's end
     BETA       beta r_k            the diagonal of T
     LAST[0]    2^G_last            the state
+    REACH[0]   G_last + growth     log2 of what is left of a state behind the chunk, at most: growth is the sum of
+                                   log2 max(1, |1 - beta |k|^2|) over its tokens, 0 for beta |k|^2 from 0 to 2
 
 The norm of k costs no more than this: with L, T and Vn scaled by diag(r_k) from the right sides, A becomes
 R^-1 A R, and Vn comes out as r_k Vn, which is what both of its uses want.
@@ -37,7 +39,7 @@ ROWS = {
     "SCALE": 352,
 }
 TABLE = 416
-FACTORS = {"NGAMMA": 0, "QGAMMA": 64, "DECAY": 128, "BETA": 192, "LAST": 256}
+FACTORS = {"NGAMMA": 0, "QGAMMA": 64, "DECAY": 128, "BETA": 192, "LAST": 256, "REACH": 257}
 # Rows of whole 16 bytes, for TMA.
 NUM_FACTORS = 260
 
@@ -93,7 +95,7 @@ def write_gates(table, s, g, beta, norm_k, scale_q, lane):
 
 
 @T.macro
-def write_factors(table, s, factors, slot, i_hv, norm_k, scale_q, lane):
+def write_factors(table, s, factors, slot, i_hv, norm_k, scale_q, reach, lane):
     """The same warp writes factors[slot, i_hv] from table[s]."""
     G = T.alloc_local((2,), "float32")
     last = table[s, ROWS["G"] + 63]
@@ -108,4 +110,4 @@ def write_factors(table, s, factors, slot, i_hv, norm_k, scale_q, lane):
     for i in T.vectorized(2):
         factors[slot, i_hv, FACTORS["BETA"] + 2 * lane + i] = table[s, ROWS["BETA"] + 2 * lane + i]
     if lane < 4:
-        factors[slot, i_hv, FACTORS["LAST"] + lane] = T.exp2(last)
+        factors[slot, i_hv, FACTORS["LAST"] + lane] = T.if_then_else(lane == 0, T.exp2(last), reach)

@@ -66,6 +66,20 @@ QLA_DEVICE void qla_store_products(const float* kk, const float* qk, void* produ
   }
 }
 
+// log2 of the most that the chunk leaves of a state: of a token, its decay times |I - beta k k^T|, which is |1 - beta |k|^2| or 1.
+QLA_DEVICE float qla_reach(const float* tab, const void* products, int l) {
+  const float* diag = (const float*)products + 64 * QLA_RAW;
+  float growth = 0.f;
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    int token = 2 * l + e, row = token & 15;
+    growth += __log2f(fmaxf(fabsf(1.f - tab[QLA_BETA_ROW + token] * diag[(token >> 4) * QLA_DIAG_BLOCK + row * (QLA_DIAG_ROW + 1)]), 1.f));
+  }
+#pragma unroll
+  for (int i = 16; i; i >>= 1) growth += __shfl_xor_sync(0xffffffffu, growth, i);
+  return tab[QLA_G + 63] + growth;
+}
+
 // The 8x8 quarters of D^T below its diagonal, which nothing writes.
 QLA_DEVICE void qla_clear_quarters(const float* dt_, int l) {
   unsigned dt = qla_smem(dt_);

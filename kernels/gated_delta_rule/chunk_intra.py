@@ -33,6 +33,7 @@ from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import LN2, NUM_FACTORS, ROWS, TABLE, write_factors, write_gates
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address
+from flash_qla_tl.kernels.common.walk import find_sequence
 
 THREADS = 128
 CTAS_PER_SM = 4
@@ -150,18 +151,11 @@ def build(K: int, dtype: str):
                 t0 = (slot - i_b * slots_per_row) * CHUNK
                 valid = T.min(num_tokens - t0, CHUNK)
             else:
-                # The contents of cu_seqlens are the caller's: whatever they are, no row outside [0, num_tokens) is touched.
                 cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
                 i_n = T.alloc_var("int32", init=0)
-                for r in T.serial(search_steps):
-                    later = i_n + (1 << (search_steps - 1 - r))
-                    if later < num_seqs:
-                        if T.min(T.max(cu_seqlens[later * cu_stride], 0), num_tokens) // CHUNK + later <= slot:
-                            i_n = later
                 bos = T.alloc_var("int32")
                 eos = T.alloc_var("int32")
-                bos = T.min(T.max(cu_seqlens[i_n * cu_stride], 0), num_tokens)
-                eos = T.min(T.max(cu_seqlens[(i_n + 1) * cu_stride], bos), num_tokens)
+                find_sequence(i_n, bos, eos, cu_seqlens, cu_stride, slot, CHUNK, num_tokens, num_seqs, search_steps)
                 t0 = bos + (slot - bos // CHUNK - i_n) * CHUNK
                 valid = T.min(eos - t0, CHUNK)
                 if i_n == num_seqs - 1 and slot >= eos // CHUNK + num_seqs:
@@ -243,7 +237,9 @@ def build(K: int, dtype: str):
                         write_gates(own, warp, gates, betas, norm_k, scale_q, lane)
                         T.sync_warp()
                         if part == 0:
-                            write_factors(own, warp, factors, slot, i_hv, norm_k, scale_q, lane)
+                            reach = T.alloc_var(accum)
+                            reach = T.call_extern(accum, "qla_reach", T.address_of(own[warp, 0]), T.address_of(stage[0, 0, 0]), lane)
+                            write_factors(own, warp, factors, slot, i_hv, norm_k, scale_q, reach, lane)
                             if g_cumsum_address != 0:
                                 g_cumsum = T.make_tensor_from_addr(g_cumsum_address, (1 << 60,), accum)
                                 for j in T.unroll(2):
