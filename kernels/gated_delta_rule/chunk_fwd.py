@@ -32,9 +32,10 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS, device_source
+from flash_qla_tl.kernels.common.state_pool import read_slots, slot_arguments, state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms, on_device
-from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, readable, state_rows, tma_ready
-from flash_qla_tl.kernels.common.walk import advance, load_state, store_state
+from flash_qla_tl.kernels.common.tensors import address, readable, state_rows, tma_ready
+from flash_qla_tl.kernels.common.walk import advance, find_slot, load_state, store_state, store_state_as
 from flash_qla_tl.kernels.gated_delta_rule.chunk_intra import chunk_intra, cu_stride
 
 STAGES = 3
@@ -118,7 +119,8 @@ def build(config: Config):
         factors: T.Tensor((slots, HV, NUM_FACTORS), accum),
         o_address: T.int64, num_seqs: T.int32, group: T.int32, cu_address: T.int64, cu_stride: T.int32, slots_per_row: T.int32,
         h0_address: T.int64, h0_type: T.int32, h0_stride_n: T.int64, h0_stride_h: T.int64,
-        ht_address: T.int64, state_v_first: T.int32,
+        indices_address: T.int64, indices_stride: T.int32, pad_slot: T.int32, num_slots: T.int32,
+        ht_address: T.int64, ht_type: T.int32, ht_stride_n: T.int64, ht_stride_h: T.int64, state_v_first: T.int32,
         h_address: T.int64, h_slots: T.int32, h_stride_n: T.int32, chunk_offsets_address: T.int64,
     ):  # fmt: skip
         with T.Kernel(HV * NS * num_seqs, threads=THREADS) as i_x:
@@ -173,8 +175,10 @@ def build(config: Config):
                 T.set_max_nreg(config.registers[1], 1)
                 wg = tx // 128
                 T.clear(S)
-                if h0_address != 0:
-                    first = T.cast(i_n, "int64") * h0_stride_n + i_hv * h0_stride_h
+                slot = T.alloc_var("int32")
+                find_slot(slot, i_n, indices_address, indices_stride, pad_slot, num_slots)
+                if h0_address != 0 and slot >= 0:
+                    first = T.cast(slot, "int64") * h0_stride_n + i_hv * h0_stride_h
                     load_state(S, h0_address, first, h0_type, state_v_first, v0, K, V)
                 h_slot = T.alloc_var("int32")
                 h_slot = i_n * h_stride_n
@@ -235,10 +239,17 @@ def build(config: Config):
                 if num_chunks > 0:
                     T.barrier_wait(o_free[wg], num_chunks % 2)
                     store_out(packed_out, o_s, o_full, wg, lane)
-                if ht_address != 0:
-                    store_state(
-                        S, ht_address + (T.cast(i_n, "int64") * HV + i_hv) * (K * V * 4), accum, state_v_first, v0, K, V
-                    )
+                # In place, a state goes back to where it came from, and without a token it stays as it is. The slot is read
+                # anew: the loop has no register for it.
+                if ht_address == h0_address:
+                    find_slot(slot, i_n, indices_address, indices_stride, pad_slot, num_slots)
+                    if num_chunks == 0:
+                        slot = -1
+                else:
+                    slot = i_n
+                if ht_address != 0 and slot >= 0:
+                    last = T.cast(slot, "int64") * ht_stride_n + i_hv * ht_stride_h
+                    store_state_as(S, ht_address, last, ht_type, state_v_first, v0, K, V)
             else:
                 T.set_max_nreg(config.registers[0], 0)
                 if tx < PRODUCER + 32:
@@ -328,8 +339,12 @@ def chunk_fwd(
     *,
     h0: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    h0_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
+    inplace_final_state: bool = False,
     output_final_state: bool = False,
     state_v_first: bool = False,
+    o: torch.Tensor | None = None,
     output_A: bool = False,
     output_h: bool = False,
     num_chunks: int | None = None,
@@ -341,6 +356,8 @@ def chunk_fwd(
 ) -> ChunkFwd:
     """Two launches for arguments that were checked at the door.
 
+    h0_indices: where in h0, a pool, each sequence has its state. inplace_final_state: ht is h0. Both with a h0 that holds_states.
+    o: filled if given, whatever its strides.
     num_chunks: slots of h for packed input, where the caller knows the exact count; else T // 64 + N.
     A_log (and dt_bias): g is the raw gate input, activated inside.
     """
@@ -357,8 +374,9 @@ def chunk_fwd(
     h0 = None if h0 is None else state_rows(h0)
     empty = functools.partial(torch.empty, device=q.device)
     state_shape = (HV, V, K) if state_v_first else (HV, K, V)
-    o = empty(v.shape, dtype=v.dtype)
-    ht = empty((N, *state_shape), dtype=torch.float32) if output_final_state else None
+    if o is None:
+        o = empty(v.shape, dtype=v.dtype)
+    ht = h0 if inplace_final_state else empty((N, *state_shape), dtype=torch.float32) if output_final_state else None
     A = empty((B, num_tokens, HV, CHUNK), dtype=k.dtype) if output_A else None
     g_cumsum = empty((B, num_tokens, HV), dtype=torch.float32) if output_A else None
     h, chunk_offsets, h_slots = None, None, 0
@@ -373,14 +391,15 @@ def chunk_fwd(
     if N == 0 or o.numel() == 0:
         # Nothing runs: no token, or no sequence to hold one.
         o.zero_()
-        if ht is not None:
-            ht.zero_() if h0 is None else ht.copy_(h0)
+        if ht is not None and ht is not h0:
+            ht.zero_() if h0 is None else ht.copy_(read_slots(h0, h0_indices, pad_slot_id))
         if output_A:
             A.zero_(), g_cumsum.zero_()
         return ChunkFwd(o, ht, A, g_cumsum, h)
 
     device = q.device.index
     config = pick_config(K, V, dtype_name(q), N * HV, num_sms(device), output_h)
+    out = tma_ready(o) if o.is_contiguous() else torch.empty_like(o, memory_format=torch.contiguous_format)
     with on_device(device):
         Ts, Ps, factors = chunk_intra(
             q,
@@ -388,7 +407,7 @@ def chunk_fwd(
             g,
             beta,
             scale,
-            o,
+            out,
             slots=slots,
             cu_seqlens=cu_seqlens,
             A=A,
@@ -399,12 +418,13 @@ def chunk_fwd(
             beta_range=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
         )
         _kernel(config)(
-            q, k, v, o, Ts, Ps, factors,
-            address(o), N, HV // H, address(cu_seqlens), cu_stride(cu_seqlens), slots_per_row,
-            address(h0), 0 if h0 is None else FLOAT_TYPE[h0.dtype], *((0, 0) if h0 is None else h0.stride()[:2]),
-            address(ht), int(state_v_first),
+            q, k, v, out, Ts, Ps, factors,
+            address(out), N, HV // H, address(cu_seqlens), cu_stride(cu_seqlens), slots_per_row,
+            *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), *state_arguments(ht), int(state_v_first),
             address(h), B * h_slots, h_slots, address(chunk_offsets),
         )  # fmt: skip
+    if out.data_ptr() != o.data_ptr():
+        o.copy_(out)
     return ChunkFwd(o, ht, A, g_cumsum, h)
 
 
