@@ -223,6 +223,8 @@ def _initial_state(
     """``initial_state``, which may be a pool that ``indices`` look up, and be written."""
     if type(pad_slot_id) is not int:
         raise TypeError(f"pad_slot_id must be an int, got {type(pad_slot_id).__name__}")
+    if not -(1 << 31) <= pad_slot_id < 1 << 31:
+        raise ValueError(f"pad_slot_id must fit in 32 bits, got {pad_slot_id}")
     if indices is None and not in_place:
         return _state("initial_state", x, q, sizes, state_v_first)
     reason = "inplace_final_state=True" if indices is None else "initial_state_indices"

@@ -322,6 +322,7 @@ REFUSED = {
         "initial_state_indices must be below slots = 6, got 6 at 1",
     ),
     "pad_slot_id": (TypeError, {"pad_slot_id": None}, "pad_slot_id must be an int, got NoneType"),
+    "wide pad_slot_id": (ValueError, {"pad_slot_id": 1 << 31}, "pad_slot_id must fit in 32 bits, got 2147483648"),
     "out dtype": (
         TypeError,
         {"out": torch.zeros(1, 128, 2, 128)},
