@@ -11,6 +11,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from flash_qla_tl.kernels.common.tensors import holds_states
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 BACKENDS = ("auto", "torch", "tilelang")
@@ -36,12 +38,16 @@ def gated_delta_rule(
     chunk_size: int = 64,
     backend: str = "auto",
     dht: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    inplace_final_state: bool = False,
+    out: Tensor | None = None,
 ) -> None:
     """Check a call of the gated delta rule.
 
     Raises:
-        TypeError: an argument is no tensor (or, for ``scale``, no number), or its dtype is wrong.
-        ValueError: a shape, device, option or the contents of ``cu_seqlens`` are wrong.
+        TypeError: an argument is no tensor (or, for ``scale`` and ``pad_slot_id``, no number), or its dtype is wrong.
+        ValueError: a shape, device, stride or option, or the contents of ``cu_seqlens`` or ``initial_state_indices`` are wrong.
     """
     _options(scale, chunk_size, backend, allow_neg_eigval, use_beta_sigmoid_in_kernel)
     if use_gate_in_kernel and g is None:
@@ -54,12 +60,14 @@ def gated_delta_rule(
         _argument("g", g, q, "B, T, HV", [B, T, HV])
     _argument("beta", beta, q, "B, T, HV", [B, T, HV])
     N = _sequences(cu_seqlens, cu_seqlens_cpu, q)
-    states = {"initial_state": initial_state, "dht": dht}
-    _states(states, q, [N, HV, K, V], state_v_first)
+    sizes = [N, HV, K, V]
+    _initial_state(initial_state, q, sizes, state_v_first, initial_state_indices, pad_slot_id, inplace_final_state)
+    _state("dht", dht, q, sizes, state_v_first)
     if use_gate_in_kernel:
         _argument("A_log", A_log, q, "HV", [HV])
         if dt_bias is not None:
             _argument("dt_bias", dt_bias, q, "HV", [HV])
+    _out(out, q, [B, T, HV, V])
 
 
 def gated_delta_rule_bwd(
@@ -95,6 +103,9 @@ def kda(
     backend: str = "auto",
     out: Tensor | None = None,
     final_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    inplace_final_state: bool = False,
 ) -> None:
     """Check a call of Kimi Delta Attention; errors as for :func:`gated_delta_rule`."""
     _options(scale, chunk_size, backend, allow_neg_eigval, use_beta_sigmoid_in_kernel)
@@ -105,8 +116,9 @@ def kda(
     _argument("g", g, q, "B, T, HV, K", [B, T, HV, K])
     _argument("beta", beta, q, "B, T, HV", [B, T, HV])
     N = _sequences(cu_seqlens, cu_seqlens_cpu, q)
-    states = {"initial_state": initial_state, "final_state": final_state}
-    _states(states, q, [N, HV, K, V], state_v_first)
+    sizes = [N, HV, K, V]
+    _initial_state(initial_state, q, sizes, state_v_first, initial_state_indices, pad_slot_id, inplace_final_state)
+    _state("final_state", final_state, q, sizes, state_v_first)
     if use_gate_in_kernel:
         if A_log is not None:
             _argument("A_log", A_log, q, "HV", [HV])
@@ -116,9 +128,23 @@ def kda(
                 raise ValueError(
                     f"dt_bias must have shape [HV, K] or [HV*K] = {[HV, K]} or {[HV * K]}, got {list(dt_bias.shape)}"
                 )
-    if out is not None:
-        _tensor("out", out, (q.dtype,), q.device)
-        _shape("out", out, "B, T, HV, V", [B, T, HV, V])
+    _out(out, q, [B, T, HV, V])
+
+
+def inference_only(inputs: tuple[Tensor | None, ...], **given: object) -> None:
+    """Refuse arguments of inference where a gradient would be needed, and where torch.compile traces.
+
+    Raises:
+        NotImplementedError: under torch.compile.
+        ValueError: an input requires a gradient.
+    """
+    names = [name for name, x in given.items() if x is not None and x is not False]
+    if not names:
+        return
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(f"torch.compile does not take {names[0]}: call it outside of what is compiled")
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        raise ValueError(f"{names[0]} must not be given where an input requires a gradient: there is none through it")
 
 
 def _options(
@@ -178,14 +204,72 @@ def _sequences(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tens
     return q.shape[0]
 
 
-def _states(states: dict[str, Tensor | None], q: Tensor, numbers: list[int], state_v_first: bool) -> None:
-    letters = "N, HV, K, V"
-    if state_v_first:
-        N, HV, K, V = numbers
-        letters, numbers = "N, HV, V, K", [N, HV, V, K]
-    for name, x in states.items():
-        if x is not None:
-            _argument(name, x, q, letters, numbers)
+def _state(name: str, x: Tensor | None, q: Tensor, sizes: list[int], state_v_first: bool, rows: str = "N") -> None:
+    if x is not None:
+        N, HV, K, V = sizes
+        letters, numbers = ("V, K", [V, K]) if state_v_first else ("K, V", [K, V])
+        _argument(name, x, q, f"{rows}, HV, {letters}", [N, HV, *numbers])
+
+
+def _initial_state(
+    x: Tensor | None,
+    q: Tensor,
+    sizes: list[int],
+    state_v_first: bool,
+    indices: Tensor | None,
+    pad_slot_id: int,
+    in_place: bool,
+) -> None:
+    """``initial_state``, which may be a pool that ``indices`` look up, and be written."""
+    if type(pad_slot_id) is not int:
+        raise TypeError(f"pad_slot_id must be an int, got {type(pad_slot_id).__name__}")
+    if not -(1 << 31) <= pad_slot_id < 1 << 31:
+        raise ValueError(f"pad_slot_id must fit in 32 bits, got {pad_slot_id}")
+    if indices is None and not in_place:
+        return _state("initial_state", x, q, sizes, state_v_first)
+    reason = "inplace_final_state=True" if indices is None else "initial_state_indices"
+    if x is None:
+        raise ValueError(f"initial_state must be a tensor with {reason}, got None")
+    if indices is None:
+        _state("initial_state", x, q, sizes, state_v_first)
+    else:
+        _tensor("initial_state", x, FLOATS, q.device)
+        slots = max(x.shape[0], 1) if x.ndim else 1
+        _state("initial_state", x, q, [slots, *sizes[1:]], state_v_first, "slots")
+        _tensor("initial_state_indices", indices, INTEGERS, q.device)
+        _shape("initial_state_indices", indices, "N", sizes[:1])
+    if x.dtype == torch.float64 and q.dtype != torch.float64:
+        raise TypeError(
+            f"initial_state must have dtype torch.float32, bfloat16 or float16 with {reason}, got {x.dtype}"
+        )
+    traced = torch.compiler.is_compiling()
+    if not traced and not holds_states(x):
+        raise ValueError(
+            f"initial_state must hold each state densely, an even number of elements apart and aligned to two of them, "
+            f"with {reason}, got strides {x.stride()}"
+        )
+    if in_place:
+        _written("initial_state", x)
+    if indices is not None and not traced and _readable(indices):
+        _slots(indices, x.shape[0])
+
+
+def _slots(indices: Tensor, slots: int) -> None:
+    for n, slot in enumerate(indices.tolist()):
+        if slot >= slots:
+            raise ValueError(f"initial_state_indices must be below slots = {slots}, got {slot} at {n}")
+
+
+def _out(out: Tensor | None, q: Tensor, numbers: list[int]) -> None:
+    if out is not None:
+        _tensor("out", out, (q.dtype,), q.device)
+        _shape("out", out, "B, T, HV, V", numbers)
+        _written("out", out)
+
+
+def _written(name: str, x: Tensor) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(f"{name} must have an element of memory for each of its own, got strides {x.stride()}")
 
 
 def _argument(name: str, x: object, q: Tensor, letters: str, numbers: list[int]) -> None:
@@ -226,14 +310,18 @@ def _cu_seqlens(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, q: Tensor) ->
     # A traced tensor has no contents; the op that is traced checks them when it runs.
     if torch.compiler.is_compiling():
         return
-    # Reading a tensor on the GPU waits for it, so that is done on request only.
-    if cu_seqlens.is_cpu or os.environ.get("FLASH_QLA_TL_CHECK") == "1":
+    if _readable(cu_seqlens):
         _boundaries("cu_seqlens", cu_seqlens, T)
         if cu_seqlens_cpu is not None and cu_seqlens.tolist() != cu_seqlens_cpu.tolist():
             raise ValueError(
                 f"cu_seqlens_cpu must have the values of cu_seqlens = {_values(cu_seqlens)}, "
                 f"got {_values(cu_seqlens_cpu)}"
             )
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether the contents are looked at. Reading a tensor on the GPU waits for it, so that is done on request only."""
+    return x.is_cpu or os.environ.get("FLASH_QLA_TL_CHECK") == "1"
 
 
 def _boundaries(name: str, cu_seqlens: Tensor, T: int) -> None:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from flash_qla_tl import checks, custom_ops
 from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
 from flash_qla_tl.kernels.common import target
+from flash_qla_tl.kernels.common.state_pool import read_slots, write_slots
 from flash_qla_tl.reference import activate
 from flash_qla_tl.torch_chunked import chunked, chunked_bwd, states_by_chunk
 from flash_qla_tl.utils.index import prepare_chunk_offsets
@@ -57,6 +58,11 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    inplace_final_state: bool = False,
+    out: Tensor | None = None,
+    return_intermediate_states: bool = False,
     state_v_first: bool = False,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
@@ -69,7 +75,7 @@ def chunk_gated_delta_rule(
     head_first: bool = False,
     transpose_state_layout: bool | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Gated delta rule attention, differentiable in every tensor of floats.
 
     For each sequence and value head, with a state S of K x V numbers::
@@ -95,6 +101,18 @@ def chunk_gated_delta_rule(
             with ``FLASH_QLA_TL_CHECK=1``; otherwise they are clamped.
         cu_seqlens_cpu: the same values on the CPU, for callers that have them.
         chunk_indices: accepted and not needed.
+        initial_state_indices: ``[N]`` int32 or int64: ``initial_state`` is a pool ``[slots, HV, K, V]`` of any
+            slot stride, and this is where in it each sequence has its state. A sequence with a negative index
+            or ``pad_slot_id`` has none: it starts from zero, and nothing of it is written to the pool. Indices
+            of ``slots`` and more are refused where contents are checked (see ``cu_seqlens``), and otherwise
+            taken for negative.
+        pad_slot_id: an index that means no slot, besides the negative ones.
+        inplace_final_state: write the final states over the initial ones, in their dtype, and return
+            ``initial_state``. Other slots, and those of sequences without a token, keep every bit. Where two
+            sequences share a slot, which of their states it holds in the end is not determined, nor, on a GPU,
+            whether one of them starts from what the other wrote; sharing slots that are only read is fine.
+        out: ``[B, T, HV, V]`` in the dtype of q, any strides: filled with ``o`` and returned for it.
+        return_intermediate_states: also return the state at the start of each chunk of 64 tokens.
         state_v_first: states are ``[N, HV, V, K]``.
         use_gate_in_kernel: the decay is ``-exp(A_log) * softplus(g + dt_bias)``.
         A_log, dt_bias: ``[HV]``, any float dtype, read with ``use_gate_in_kernel`` only;
@@ -110,13 +128,18 @@ def chunk_gated_delta_rule(
             128) and torch otherwise, warning once for each reason if that is on a GPU; "torch"
             and "tilelang" insist.
 
+    ``initial_state_indices``, ``inplace_final_state``, ``out`` and ``return_intermediate_states`` are of
+    inference: no input may require a gradient, and torch.compile does not trace them. A pool and states that
+    are written have dtype fp32, bf16, fp16 (float64 with float64 inputs), each state dense.
+
     Returns:
         ``o`` ``[B, T, HV, V]`` in the dtype of q, and the final state in the layout of
-        ``initial_state``, fp32 (float64 for float64 inputs), or None.
+        ``initial_state``, ``[N, ...]`` in fp32 (float64 for float64 inputs), or None. With
+        ``return_intermediate_states`` also ``h``, as from :func:`chunk_gated_delta_rule_fwd`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; see the message.
-        NotImplementedError: ``cp_context`` was given.
+        NotImplementedError: ``cp_context`` was given, or an argument of inference under torch.compile.
     """
     if head_first:
         raise ValueError("head_first must be False (layout [B, T, H, K]), got True")
@@ -141,11 +164,23 @@ def chunk_gated_delta_rule(
         allow_neg_eigval=allow_neg_eigval,
         chunk_size=chunk_size,
         backend=backend,
+        initial_state_indices=initial_state_indices,
+        pad_slot_id=pad_slot_id,
+        inplace_final_state=inplace_final_state,
+        out=out,
     )
     if scale is None:
         scale = q.shape[3] ** -0.5
     if not use_gate_in_kernel:
         A_log = dt_bias = None
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    checks.inference_only(
+        inputs,
+        initial_state_indices=initial_state_indices,
+        inplace_final_state=inplace_final_state,
+        out=out,
+        return_intermediate_states=return_intermediate_states,
+    )
     if torch.compiler.is_compiling():
         return _op(
             q=q,
@@ -166,14 +201,16 @@ def chunk_gated_delta_rule(
             state_v_first=state_v_first,
             backend=backend,
         )
+    num_chunks = None
+    if return_intermediate_states and cu_seqlens_cpu is not None:
+        num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
     in_kernels = on_kernels(OPERATOR, target.refusal(q, k, v), q, backend)
-    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
     if in_kernels and not needs_grad:
         from flash_qla_tl.kernels.gated_delta_rule.chunk_fwd import chunk_fwd
 
-        out = chunk_fwd(
+        result = chunk_fwd(
             q,
             k,
             v,
@@ -182,15 +219,21 @@ def chunk_gated_delta_rule(
             scale,
             h0=initial_state,
             cu_seqlens=cu_seqlens,
+            h0_indices=initial_state_indices,
+            pad_slot_id=pad_slot_id,
+            inplace_final_state=inplace_final_state,
             output_final_state=output_final_state,
             state_v_first=state_v_first,
+            o=out,
+            output_h=return_intermediate_states,
+            num_chunks=num_chunks,
             use_qk_l2norm=use_qk_l2norm_in_kernel,
             A_log=A_log,
             dt_bias=dt_bias,
             use_beta_sigmoid=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
         )
-        return out.o, out.ht
+        return (result.o, result.ht, result.h) if return_intermediate_states else (result.o, result.ht)
 
     if in_kernels:
         options = _Options(
@@ -217,9 +260,16 @@ def chunk_gated_delta_rule(
         allow_neg_eigval=allow_neg_eigval,
     )
     boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    h0 = k_first(initial_state, state_v_first)
-    out = chunked(q, k, v, g, beta, scale, h0, boundaries)
-    return out.o.to(dtype), k_first(out.ht, state_v_first) if output_final_state else None
+    h0 = read_slots(initial_state, initial_state_indices, pad_slot_id)
+    result = chunked(q, k, v, g, beta, scale, k_first(h0, state_v_first), boundaries)
+    o = result.o.to(dtype) if out is None else out.copy_(result.o)
+    ht = k_first(result.ht, state_v_first) if output_final_state else None
+    if inplace_final_state:
+        write_slots(initial_state, initial_state_indices, pad_slot_id, k_first(result.ht, state_v_first), boundaries)
+        ht = initial_state
+    if not return_intermediate_states:
+        return o, ht
+    return o, ht, states_by_chunk(result.h, result.chunks, cu_seqlens, num_chunks, state_v_first).to(k.dtype)
 
 
 _op = custom_ops.define("chunk_gated_delta_rule", chunk_gated_delta_rule)

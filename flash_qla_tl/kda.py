@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_qla_tl import checks, custom_ops
 from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
 from flash_qla_tl.kernels.common import target
+from flash_qla_tl.kernels.common.state_pool import read_slots, same_memory, write_slots
 from flash_qla_tl.reference import activate
 from flash_qla_tl.torch_chunked import states_by_chunk
 from flash_qla_tl.torch_kda import ChunkedKda, chunked_kda
@@ -43,6 +44,10 @@ def chunk_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    inplace_final_state: bool = False,
+    out: Tensor | None = None,
     cp_context: object | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
@@ -86,6 +91,17 @@ def chunk_kda(
             padding, where ``o`` is 0. Contents are checked if they are on the CPU, and on a GPU
             with ``FLASH_QLA_TL_CHECK=1``; otherwise they are clamped.
         cu_seqlens_cpu: the same values on the CPU, for callers that have them.
+        initial_state_indices: ``[N]`` int32 or int64: ``initial_state`` is a pool ``[slots, HV, K, V]`` of any
+            slot stride, and this is where in it each sequence has its state. A sequence with a negative index
+            or ``pad_slot_id`` has none: it starts from zero, and nothing of it is written to the pool. Indices
+            of ``slots`` and more are refused where contents are checked (see ``cu_seqlens``), and otherwise
+            taken for negative.
+        pad_slot_id: an index that means no slot, besides the negative ones.
+        inplace_final_state: write the final states over the initial ones, in their dtype, and return
+            ``initial_state``. Other slots, and those of sequences without a token, keep every bit. Where two
+            sequences share a slot, which of their states it holds in the end is not determined, nor, on a GPU,
+            whether one of them starts from what the other wrote; sharing slots that are only read is fine.
+        out: ``[B, T, HV, V]`` in the dtype of q, any strides: filled with ``o`` and returned for it.
         cp_context: not available.
         chunk_size: 64.
         transpose_state_layout: deprecated name of ``state_v_first``.
@@ -94,9 +110,13 @@ def chunk_kda(
             gradient needed) and torch otherwise, warning once for each reason if that is on a GPU;
             "torch" and "tilelang" insist.
 
+    ``initial_state_indices``, ``inplace_final_state`` and ``out`` are of inference: no input may require a
+    gradient, and torch.compile does not trace them. A pool and states that are written have dtype fp32, bf16,
+    fp16 (float64 with float64 inputs), each state dense.
+
     Returns:
         ``o`` ``[B, T, HV, V]`` in the dtype of q, and the final state in the layout of
-        ``initial_state``, fp32 (float64 for float64 inputs), or None. With
+        ``initial_state``, ``[N, ...]`` in fp32 (float64 for float64 inputs), or None. With
         ``return_intermediate_states`` also ``h`` ``[B, NT, HV, K, V]`` (``V, K`` with
         ``state_v_first``) in the dtype of k, detached. NT is ``ceil(T / 64)``; packed sequences put
         their chunks one after the other into ``T // 64 + N`` slots, the rest zero, or into exactly
@@ -104,7 +124,7 @@ def chunk_kda(
 
     Raises:
         TypeError, ValueError: an argument does not fit; see the message.
-        NotImplementedError: ``cp_context`` was given.
+        NotImplementedError: ``cp_context`` was given, or an argument of inference under torch.compile.
     """
     if cp_context is not None:
         raise NotImplementedError("cp_context must be None: no context parallelism between GPUs")
@@ -129,11 +149,19 @@ def chunk_kda(
         allow_neg_eigval=allow_neg_eigval,
         chunk_size=chunk_size,
         backend=backend,
+        out=out,
+        initial_state_indices=initial_state_indices,
+        pad_slot_id=pad_slot_id,
+        inplace_final_state=inplace_final_state,
     )
     if scale is None:
         scale = q.shape[3] ** -0.5
     if not use_gate_in_kernel:
         A_log = dt_bias = None
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    checks.inference_only(
+        inputs, initial_state_indices=initial_state_indices, inplace_final_state=inplace_final_state, out=out
+    )
     num_chunks = None
     if return_intermediate_states and cu_seqlens_cpu is not None:
         num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
@@ -161,12 +189,13 @@ def chunk_kda(
             backend=backend,
             **activations,
         )
-    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     if on_kernels(OPERATOR, refusal(q, k, v, inputs), q, backend):
         from flash_qla_tl.kernels.kda.fwd import forward
 
         ht = None
-        if output_final_state:
+        if inplace_final_state:
+            ht = initial_state
+        elif output_final_state:
             N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
             ht = q.new_empty(N, v.shape[2], HEAD_DIM, HEAD_DIM, dtype=torch.float32)
         o, h = forward(
@@ -177,7 +206,10 @@ def chunk_kda(
             beta,
             scale,
             h0=initial_state,
+            h0_indices=initial_state_indices,
+            pad_slot_id=pad_slot_id,
             ht=ht,
+            o=out,
             cu_seqlens=cu_seqlens,
             state_v_first=state_v_first,
             output_h=return_intermediate_states,
@@ -187,11 +219,16 @@ def chunk_kda(
         return (o, ht, h) if return_intermediate_states else (o, ht)
 
     boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    out = _in_torch(q, k, v, g, beta, scale, initial_state, boundaries, state_v_first, activations)
-    o, ht = out.o.to(q.dtype), k_first(out.ht, state_v_first) if output_final_state else None
+    h0 = read_slots(initial_state, initial_state_indices, pad_slot_id)
+    result = _in_torch(q, k, v, g, beta, scale, h0, boundaries, state_v_first, activations)
+    o = result.o.to(q.dtype) if out is None else out.copy_(result.o)
+    ht = k_first(result.ht, state_v_first) if output_final_state else None
+    if inplace_final_state:
+        write_slots(initial_state, initial_state_indices, pad_slot_id, k_first(result.ht, state_v_first), boundaries)
+        ht = initial_state
     if not return_intermediate_states:
         return o, ht
-    h = states_by_chunk(out.h.detach(), out.chunks, cu_seqlens, num_chunks, state_v_first)
+    h = states_by_chunk(result.h.detach(), result.chunks, cu_seqlens, num_chunks, state_v_first)
     return o, ht, h.to(k.dtype)
 
 
@@ -213,6 +250,9 @@ def kda_fwd(
     initial_state: Tensor | None = None,
     final_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    *,
+    initial_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
 ) -> Tensor:
     """The forward for inference, everything inside and into the caller's tensors; not differentiable.
 
@@ -224,7 +264,8 @@ def kda_fwd(
         out: ``[B, T, HV, V]`` in the dtype of q, any strides: filled with the result, zeros past
             ``cu_seqlens[-1]``; None allocates it.
         final_state: ``[N, HV, V, K]``, any float dtype and strides: filled with the state after the
-            last token. May be ``initial_state``, which it then replaces.
+            last token. May be ``initial_state``, which it then replaces; with ``initial_state_indices``
+            that is ``inplace_final_state`` of :func:`chunk_kda`.
 
     Returns:
         ``out``.
@@ -232,6 +273,8 @@ def kda_fwd(
     Raises:
         TypeError, ValueError: an argument does not fit; see the message.
     """
+    # A pool in place, rather than a tensor for these sequences alone.
+    in_place = initial_state_indices is not None and final_state is not None and same_memory(final_state, initial_state)
     checks.kda(
         q,
         k,
@@ -248,7 +291,10 @@ def kda_fwd(
         dt_bias=dt_bias,
         use_beta_sigmoid_in_kernel=True,
         out=out,
-        final_state=final_state,
+        final_state=None if in_place else final_state,
+        initial_state_indices=initial_state_indices,
+        pad_slot_id=pad_slot_id,
+        inplace_final_state=in_place,
     )
     if scale is None:
         scale = q.shape[3] ** -0.5
@@ -271,6 +317,8 @@ def kda_fwd(
             beta,
             scale,
             h0=initial_state,
+            h0_indices=initial_state_indices,
+            pad_slot_id=pad_slot_id,
             ht=final_state,
             o=out,
             cu_seqlens=cu_seqlens,
@@ -279,9 +327,11 @@ def kda_fwd(
         )
         return o
 
-    result = _in_torch(q, k, v, g, beta, scale, initial_state, cu_seqlens, True, activations)
+    h0 = read_slots(initial_state, initial_state_indices, pad_slot_id)
+    result = _in_torch(q, k, v, g, beta, scale, h0, cu_seqlens, True, activations)
     if final_state is not None:
-        final_state.copy_(result.ht.mT)
+        indices = initial_state_indices if in_place else None
+        write_slots(final_state, indices, pad_slot_id, result.ht.mT, cu_seqlens)
     return result.o.to(q.dtype) if out is None else out.copy_(result.o)
 
 

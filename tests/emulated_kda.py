@@ -8,6 +8,7 @@ from emulated_kernels import refusal
 
 from flash_qla_tl.dispatch import k_first
 from flash_qla_tl.kernels.common import target
+from flash_qla_tl.kernels.common.state_pool import read_slots, same_memory, write_slots
 from flash_qla_tl.reference import activate
 from flash_qla_tl.torch_chunked import states_by_chunk
 from flash_qla_tl.torch_kda import chunked_kda
@@ -34,6 +35,8 @@ def emulated_forward(
     scale,
     *,
     h0=None,
+    h0_indices=None,
+    pad_slot_id=-1,
     ht=None,
     o=None,
     cu_seqlens=None,
@@ -45,8 +48,10 @@ def emulated_forward(
     dtype = q.dtype
     q, k, g, beta = activate(q, k, g, beta, cu_seqlens=cu_seqlens, **activations)
     rounded = lambda x: x.to(dtype).float()  # noqa: E731
-    out = chunked_kda(q, k, v, g, beta, scale, k_first(h0, state_v_first), cu_seqlens, operand=rounded)
+    start = k_first(read_slots(h0, h0_indices, pad_slot_id), state_v_first)
+    out = chunked_kda(q, k, v, g, beta, scale, start, cu_seqlens, operand=rounded)
     if ht is not None:
-        ht.copy_(k_first(out.ht, state_v_first))
+        indices = h0_indices if same_memory(ht, h0) else None
+        write_slots(ht, indices, pad_slot_id, k_first(out.ht, state_v_first), cu_seqlens)
     h = states_by_chunk(out.h, out.chunks, cu_seqlens, num_chunks, state_v_first).to(dtype) if output_h else None
     return out.o.to(dtype) if o is None else o.copy_(out.o), h

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from flash_qla_tl.kernels.common import target
+from flash_qla_tl.kernels.common.state_pool import read_slots, write_slots
 from flash_qla_tl.reference import activate
 from flash_qla_tl.torch_chunked import chunked, chunked_bwd
 
@@ -43,8 +44,12 @@ def chunk_fwd(
     *,
     h0=None,
     cu_seqlens=None,
+    h0_indices=None,
+    pad_slot_id=-1,
+    inplace_final_state=False,
     output_final_state=False,
     state_v_first=False,
+    o=None,
     output_A=False,
     output_h=False,
     num_chunks=None,
@@ -68,9 +73,13 @@ def chunk_fwd(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid,
         allow_neg_eigval=allow_neg_eigval,
     )
-    h0 = None if h0 is None else layout(h0)
+    start = read_slots(h0, h0_indices, pad_slot_id)
     rounded = lambda x: x.to(dtype).float()  # noqa: E731
-    out = chunked(q, k, v, g, beta, scale, h0, cu_seqlens, operand=rounded)
+    out = chunked(q, k, v, g, beta, scale, None if h0 is None else layout(start), cu_seqlens, operand=rounded)
+    ht = layout(out.ht) if output_final_state else None
+    if inplace_final_state:
+        ht = h0
+        write_slots(h0, h0_indices, pad_slot_id, layout(out.ht), cu_seqlens)
     h = None
     if output_h:
         h = layout(out.h[out.chunks.by_sequence]).to(dtype)
@@ -80,8 +89,8 @@ def chunk_fwd(
             slots = num_chunks or q.shape[1] // 64 + len(cu_seqlens) - 1
             h = torch.cat((h, h.new_zeros(slots - len(h), *h.shape[1:])))[None]
     return SimpleNamespace(
-        o=out.o.to(dtype),
-        ht=layout(out.ht) if output_final_state else None,
+        o=out.o.to(dtype) if o is None else o.copy_(out.o),
+        ht=ht,
         A=out.chunks.join(out.A).to(dtype) if output_A else None,
         g_cumsum=out.chunks.join(out.g_cumsum) if output_A else None,
         h=h,

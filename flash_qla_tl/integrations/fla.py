@@ -105,10 +105,10 @@ class _Backend:
 
 
 # What FLA knows neither of, or raises an error on.
-_OURS = {"auto_cp", "backend", "head_first"}
+_OURS = {"auto_cp", "backend", "head_first", "initial_state_indices", "pad_slot_id", "inplace_final_state", "out"}
 # They ask for what the kernels always do: launches that do not depend on the contents of cu_seqlens.
 _GRAPH = {"max_num_seqs", "use_graph"}
-_TAKEN = inspect.signature(chunk_gated_delta_rule).parameters.keys() - _OURS
+_TAKEN = inspect.signature(chunk_gated_delta_rule).parameters.keys() - _OURS - {"return_intermediate_states"}
 _KDA_TAKEN = (inspect.signature(chunk_kda).parameters.keys() | _GRAPH) - _OURS
 _CHECKED = inspect.signature(checks.gated_delta_rule).parameters.keys()
 _KDA_CHECKED = inspect.signature(checks.kda).parameters.keys()

@@ -32,6 +32,20 @@ def find_sequence(i_n: T.Ref, bos: T.Ref, eos: T.Ref, cu_seqlens, cu_stride, slo
 
 
 @T.macro
+def find_slot(slot: T.Ref, i_n, address, stride, pad_slot, num_slots):
+    """slot = where in the tensor of states sequence i_n has its own: i_n, or what the indices at an address say; -1 if nowhere.
+
+    Whatever the indices are, nothing outside of num_slots is touched.
+    """
+    slot = i_n
+    if address != 0:
+        indices = T.make_tensor_from_addr(address, (1 << 30,), "int32")
+        slot = indices[i_n * stride]
+        if slot == pad_slot or slot < 0 or slot >= num_slots:
+            slot = -1
+
+
+@T.macro
 def load_state(S, address, first, kind, v_first, v0, K, V):
     """S = the state that begins at number `first` of a tensor of run-time type (as for qla_load) at an address."""
     if kind == 0:
@@ -63,3 +77,14 @@ def store_state(S, address, dtype, v_first, v0, K, V):
     else:
         for a, b in T.Parallel(S.shape[0], K):
             state[b * V + v0 + a] = S[a, b]
+
+
+@T.macro
+def store_state_as(S, address, first, kind, v_first, v0, K, V):
+    """The reverse of load_state."""
+    if kind == 0:
+        store_state(S, address + first * 4, "float32", v_first, v0, K, V)
+    elif kind == 1:
+        store_state(S, address + first * 2, "bfloat16", v_first, v0, K, V)
+    else:
+        store_state(S, address + first * 2, "float16", v_first, v0, K, V)

@@ -33,14 +33,20 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS, device_source
+from flash_qla_tl.kernels.common.state_pool import read_slots, slot_arguments, state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms, on_device
-from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, readable, state_rows, tma_ready
-from flash_qla_tl.kernels.common.walk import advance, load_state, store_state
+from flash_qla_tl.kernels.common.tensors import address, readable, state_rows, tma_ready
+from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state, store_state, store_state_as
 from flash_qla_tl.kernels.gated_delta_rule.chunk_intra import chunk_intra, cu_stride
+from flash_qla_tl.kernels.gated_delta_rule.segment_starts import segment_starts
 
 STAGES = 3
 # A chunk's time on an H200 with all SMs busy, K = V = 128, by VR.
 STEP_US = {64: 1.2, 128: 1.9}
+# Of the states before segments: the two launches, with the few chunks that heads which decay take; a chunk of heads which do not, a CTA
+# of two an SM; how much of that is counted. The shortest segment, and the most of a sequence.
+SPLIT_US, EXACT_US, EXACT_SHARE = 16.0, 0.7, 0.25
+MIN_SEGMENT, MAX_PARTS = 8, 32
 # c = a b^T and c += a b on the tensor cores, each warp with its 16 rows; and a function of chunk_tile.cuh.
 product = functools.partial(T.wgmma_gemm, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
 add_product = functools.partial(T.wgmma_gemm, clear_accum=False, policy=T.GemmWarpPolicy.FullRow)
@@ -53,12 +59,19 @@ PASS_CONFIGS = {
 }
 
 
+class Lengths(NamedTuple):
+    """What the host knows of the sequences, in chunks."""
+
+    number: int
+    total: int
+    longest: int  # at most
+
+
 @dataclass(frozen=True)
 class Config:
     """What one compiled variant is."""
 
     K: int
-    V: int
     VR: int  # rows of the state a CTA carries: 64 a state warpgroup
     dtype: str
     emit: bool  # also the state before every chunk
@@ -69,35 +82,65 @@ class Config:
         return (40, 232)
 
 
-def pick_config(K: int, V: int, dtype: str, heads: int, num_sms: int, emit: bool) -> Config:
-    """heads: sequences x value heads. A head is split over two CTAs where the waves over the card then take less time."""
-    if V == 64 or emit:
-        return Config(K, V, 64, dtype, emit)
-    whole = STEP_US[128] * -(-heads // num_sms)
-    split = STEP_US[64] * -(-2 * heads // num_sms)
-    return Config(K, V, 64 if split < whole else 128, dtype, emit)
+def pick_config(
+    K: int, V: int, dtype: str, HV: int, lengths: Lengths, num_sms: int, emit: bool, split: bool
+) -> tuple[Config, int]:
+    """-> the variant, and the chunks of a segment: what takes least time.
+
+    A head is split over two CTAs where that fills the card better. Sequences are split (if `split`) into segments of a length where
+    that gains more than the states before the segments may cost.
+    """
+    rows = (64,) if V == 64 or emit else (64, 128)
+    best, VR, chunks = min(
+        (_whole_us(lengths, HV * V // VR, VR, num_sms), VR, max(lengths.longest, 1)) for VR in rows
+    )
+    for parts in range(2, MAX_PARTS + 1) if split else ():
+        c = -(-lengths.longest // parts)
+        exact = EXACT_US * (lengths.total * HV * (K + V) / 64 / num_sms + c)
+        for x in rows if c >= MIN_SEGMENT else ():
+            us = _segments_us(lengths, HV * V // x, x, c, num_sms) + SPLIT_US + EXACT_SHARE * exact
+            if us < best:
+                best, VR, chunks = us, x, c
+    return Config(K, VR, dtype, emit), chunks
+
+
+def _whole_us(lengths: Lengths, heads: int, VR: int, num_sms: int) -> float:
+    """Of a walk over whole sequences; heads: CTAs a sequence."""
+    mean = -(-lengths.total // lengths.number)
+    equal = STEP_US[VR] * mean * -(-lengths.number * heads // num_sms)
+    if lengths.total == lengths.longest * lengths.number:
+        return equal
+    # Nobody knows: half way to where one is twice as long as the others and comes last.
+    return (equal + STEP_US[VR] * (lengths.total * heads / num_sms + 2 * mean)) / 2
+
+
+def _segments_us(lengths: Lengths, heads: int, VR: int, segment: int, num_sms: int) -> float:
+    """Of a walk in segments of so many chunks."""
+    if lengths.total == lengths.longest * lengths.number:
+        segments = lengths.number * -(-lengths.longest // segment)
+        return STEP_US[VR] * segment * -(-segments * heads // num_sms)
+    return STEP_US[VR] * (lengths.total * heads / num_sms + segment)
 
 
 def configs() -> list[Config]:
     """Every variant that pick_config can return."""
     return [
-        Config(K, V, VR, dtype, emit)
+        Config(K, VR, dtype, emit)
         for dtype in ("bfloat16", "float16")
         for K in (64, 128)
-        for V in (64, 128)
         for VR, emit in ((64, False), (64, True), (128, False))
-        if VR <= V
     ]
 
 
 @tilelang.jit(target=TARGET, pass_configs=PASS_CONFIGS)
 def build(config: Config):
-    K, V, VR, dtype, emit = config.K, config.V, config.VR, config.dtype, config.emit
+    K, VR, dtype, emit = config.K, config.VR, config.dtype, config.emit
     accum = "float32"
-    NW, NS = VR // 64, V // VR
+    NW = VR // 64
     PRODUCER = NW * 128
     THREADS = PRODUCER + 128
     B, num_tokens, H, HV, slots = (T.dynamic(name) for name in ("B", "num_tokens", "H", "HV", "slots"))
+    V = T.dynamic("V")
     strides = {x: tuple(T.dynamic(f"{x}_stride_{i}", "int64") for i in "bth") for x in "qkvo"}
 
     @T.macro
@@ -117,11 +160,13 @@ def build(config: Config):
         TPs: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
         factors: T.Tensor((slots, HV, NUM_FACTORS), accum),
         o_address: T.int64, num_seqs: T.int32, group: T.int32, cu_address: T.int64, cu_stride: T.int32, slots_per_row: T.int32,
+        segments: T.int32, segment_chunks: T.int32, segments_per_row: T.int32, search_steps: T.int32, starts_address: T.int64,
         h0_address: T.int64, h0_type: T.int32, h0_stride_n: T.int64, h0_stride_h: T.int64,
-        ht_address: T.int64, state_v_first: T.int32,
+        indices_address: T.int64, indices_stride: T.int32, pad_slot: T.int32, num_slots: T.int32,
+        ht_address: T.int64, ht_type: T.int32, ht_stride_n: T.int64, ht_stride_h: T.int64, state_v_first: T.int32,
         h_address: T.int64, h_slots: T.int32, h_stride_n: T.int32, chunk_offsets_address: T.int64,
     ):  # fmt: skip
-        with T.Kernel(HV * NS * num_seqs, threads=THREADS) as i_x:
+        with T.Kernel(HV * (V // VR) * segments, threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
             k_s = T.alloc_shared((STAGES, CHUNK, K), dtype)
             q_s = T.alloc_shared((STAGES, CHUNK, K), dtype)
@@ -153,36 +198,63 @@ def build(config: Config):
             # Every role walks the chunks with the same counters: the stage of a chunk and the parity of its barriers.
             s = T.alloc_var("int32", init=0)
             phase = T.alloc_var("int32", init=0)
-            i_n = T.truncdiv(i_x, HV * NS)
-            i_hv = (i_x - i_n * HV * NS) // NS
-            v0 = (i_x - i_n * HV * NS) % NS * VR
+            i_g = T.alloc_var("int32")
+            i_hv = T.alloc_var("int32")
+            v0 = T.alloc_var("int32")
+            i_g = T.truncdiv(i_x, HV * (V // VR))
+            v0 = i_x - i_g * HV * (V // VR)
+            i_hv = T.truncdiv(v0, V // VR)
+            v0 = (v0 - i_hv * (V // VR)) * VR
             i_h = T.truncdiv(i_hv, group)
-            i_b = T.if_then_else(cu_address != 0, 0, i_n)
-            # The contents of cu_seqlens are the caller's: whatever they are, no row outside [0, num_tokens) is touched.
+            # The sequence, and the segment of it.
+            i_n = T.alloc_var("int32", init=0)
+            i_s = T.alloc_var("int32")
             bos = T.alloc_var("int32", init=0)
             eos = T.alloc_var("int32", init=num_tokens)
             if cu_address != 0:
+                if search_steps == 0:
+                    i_n = i_g
                 cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
-                bos = T.min(T.max(cu_seqlens[i_n * cu_stride], 0), num_tokens)
-                eos = T.min(T.max(cu_seqlens[(i_n + 1) * cu_stride], bos), num_tokens)
-            length = eos - bos
+                find_sequence(
+                    i_n, bos, eos, cu_seqlens, cu_stride, i_g, segment_chunks * CHUNK, num_tokens, num_seqs, search_steps
+                )
+                i_s = i_g - T.truncdiv(bos, segment_chunks * CHUNK) - i_n
+            else:
+                i_n = T.truncdiv(i_g, segments_per_row)
+                i_s = i_g - i_n * segments_per_row
+            i_b = T.if_then_else(cu_address != 0, 0, i_n)
+            slot0 = T.alloc_var("int32")
+            slot0 = T.if_then_else(cu_address != 0, bos // CHUNK + i_n, i_n * slots_per_row) + i_s * segment_chunks
+            # Of a segment: its first token, its length, and whether it holds the end of its sequence. Behind that there may be
+            # slots of no segment.
+            length = T.alloc_var("int32")
+            ends = T.alloc_var("bool")
+            bos += i_s * (segment_chunks * CHUNK)
+            length = T.max(T.min(eos - bos, segment_chunks * CHUNK), 0)
+            ends = eos - bos == length and (i_s == 0 or length > 0)
             num_chunks = (length + CHUNK - 1) // CHUNK
-            slot0 = T.if_then_else(cu_address != 0, bos // CHUNK + i_n, i_n * slots_per_row)
             row0 = T.cast(i_b, "int64") * num_tokens + bos
 
             if tx < PRODUCER:
                 T.set_max_nreg(config.registers[1], 1)
                 wg = tx // 128
                 T.clear(S)
-                if h0_address != 0:
-                    first = T.cast(i_n, "int64") * h0_stride_n + i_hv * h0_stride_h
-                    load_state(S, h0_address, first, h0_type, state_v_first, v0, K, V)
+                slot = T.alloc_var("int32")
+                if starts_address != 0:
+                    if length > 0 or i_s == 0:
+                        first = (T.cast(i_g, "int64") * HV + i_hv) * (V * K)
+                        load_state(S, starts_address, first, 0, 1, v0, K, V)
+                else:
+                    find_slot(slot, i_n, indices_address, indices_stride, pad_slot, num_slots)
+                    if h0_address != 0 and slot >= 0:
+                        first = T.cast(slot, "int64") * h0_stride_n + i_hv * h0_stride_h
+                        load_state(S, h0_address, first, h0_type, state_v_first, v0, K, V)
                 h_slot = T.alloc_var("int32")
-                h_slot = i_n * h_stride_n
+                h_slot = i_n * h_stride_n + i_s * segment_chunks
                 if emit:
                     if chunk_offsets_address != 0:
                         chunk_offsets = T.make_tensor_from_addr(chunk_offsets_address, (1 << 30,), "int32")
-                        h_slot = chunk_offsets[i_n]
+                        h_slot = chunk_offsets[i_n] + i_s * segment_chunks
                 # Hides from ptxas where S comes from; without it, it serializes every wgmma of the kernel (C7514).
                 T.warpgroup_fence_operand(S, num_regs=K // 2)
                 for i in T.serial(num_chunks):
@@ -236,10 +308,17 @@ def build(config: Config):
                 if num_chunks > 0:
                     T.barrier_wait(o_free[wg], num_chunks % 2)
                     store_out(packed_out, o_s, o_full, wg, lane)
-                if ht_address != 0:
-                    store_state(
-                        S, ht_address + (T.cast(i_n, "int64") * HV + i_hv) * (K * V * 4), accum, state_v_first, v0, K, V
-                    )
+                # In place, a state goes back to where it came from, and without a token it stays as it is. The slot is read
+                # anew: the loop has no register for it.
+                if ht_address == h0_address:
+                    find_slot(slot, i_n, indices_address, indices_stride, pad_slot, num_slots)
+                    if length == 0:
+                        slot = -1
+                else:
+                    slot = i_n
+                if ht_address != 0 and slot >= 0 and ends:
+                    last = T.cast(slot, "int64") * ht_stride_n + i_hv * ht_stride_h
+                    store_state_as(S, ht_address, last, ht_type, state_v_first, v0, K, V)
             else:
                 T.set_max_nreg(config.registers[0], 0)
                 if tx < PRODUCER + 32:
@@ -249,8 +328,8 @@ def build(config: Config):
                         T.tma_copy(k[i_b, t : t + CHUNK, i_h, 0:K], k_s[s, :, :], barrier=loaded[s])
                         T.tma_copy(q[i_b, t : t + CHUNK, i_h, 0:K], q_s[s, :, :], barrier=loaded[s])
                         for first in (0, 256):  # a box has at most 256 numbers
-                            last = min(first + 256, NUM_FACTORS)
-                            T.tma_copy(factors[slot0 + i, i_hv, first:last], table[s, first:last], barrier=loaded[s])
+                            end = min(first + 256, NUM_FACTORS)
+                            T.tma_copy(factors[slot0 + i, i_hv, first:end], table[s, first:end], barrier=loaded[s])
                         for wv in T.unroll(NW):
                             T.tma_copy(
                                 v[i_b, t : t + CHUNK, i_hv, v0 + wv * 64 : v0 + wv * 64 + 64],
@@ -293,16 +372,17 @@ def build(config: Config):
                                 )
                             else:
                                 # TMA would write into the next sequence.
-                                tail = T.make_tensor_from_addr(
-                                    o_address + ((row0 + i * CHUNK) * HV + i_hv) * (V * 2), (1 << 30,), dtype
-                                )
                                 for r in T.serial((valid + 3) // 4):
                                     row = r * 4 + lane // 8
                                     if row < valid:
+                                        tail = T.make_tensor_from_addr(
+                                            o_address
+                                            + (((row0 + i * CHUNK + row) * HV + i_hv) * V + v0 + wo * 64) * 2,
+                                            (64,),
+                                            dtype,
+                                        )
                                         for j in T.vectorized(8):
-                                            tail[row * (HV * V) + v0 + wo * 64 + lane % 8 * 8 + j] = o_s[
-                                                wo * 64 + row, lane % 8 * 8 + j
-                                            ]
+                                            tail[lane % 8 * 8 + j] = o_s[wo * 64 + row, lane % 8 * 8 + j]
                             T.sync_warp()
                             if lane == 0:
                                 T.barrier_arrive(o_free[wo])
@@ -312,7 +392,7 @@ def build(config: Config):
                         for j in T.vectorized(8):
                             p_s[i // (CHUNK // 4), i % (CHUNK // 4) * 4 + lane // 8, lane % 8 * 8 + j] = T.cast(0.0, dtype)
                     T.sync_warp()
-                    for i in T.serial(num_chunks):
+                    for _ in T.serial(num_chunks):
                         T.barrier_wait(loaded[s], phase)
                         T.barrier_wait(tp_loaded[s], phase)
                         device(
@@ -350,19 +430,26 @@ def chunk_fwd(
     *,
     h0: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    h0_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
+    inplace_final_state: bool = False,
     output_final_state: bool = False,
     state_v_first: bool = False,
+    o: torch.Tensor | None = None,
     output_A: bool = False,
     output_h: bool = False,
     num_chunks: int | None = None,
+    auto_cp: bool = True,
     use_qk_l2norm: bool = False,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
 ) -> ChunkFwd:
-    """Two launches for arguments that were checked at the door.
+    """Two launches, four where sequences are split into segments (auto_cp), for arguments that were checked at the door.
 
+    h0_indices: where in h0, a pool, each sequence has its state. inplace_final_state: ht is h0. Both with a h0 that holds_states.
+    o: filled if given, whatever its strides.
     num_chunks: slots of h for packed input, where the caller knows the exact count; else T // 64 + N.
     A_log (and dt_bias): g is the raw gate input, activated inside.
     """
@@ -379,8 +466,9 @@ def chunk_fwd(
     h0 = None if h0 is None else state_rows(h0)
     empty = functools.partial(torch.empty, device=q.device)
     state_shape = (HV, V, K) if state_v_first else (HV, K, V)
-    o = empty(v.shape, dtype=v.dtype)
-    ht = empty((N, *state_shape), dtype=torch.float32) if output_final_state else None
+    if o is None:
+        o = empty(v.shape, dtype=v.dtype)
+    ht = h0 if inplace_final_state else empty((N, *state_shape), dtype=torch.float32) if output_final_state else None
     A = empty((B, num_tokens, HV, CHUNK), dtype=k.dtype) if output_A else None
     g_cumsum = empty((B, num_tokens, HV), dtype=torch.float32) if output_A else None
     h, chunk_offsets, h_slots = None, None, 0
@@ -395,14 +483,20 @@ def chunk_fwd(
     if N == 0 or o.numel() == 0:
         # Nothing runs: no token, or no sequence to hold one.
         o.zero_()
-        if ht is not None:
-            ht.zero_() if h0 is None else ht.copy_(h0)
+        if ht is not None and ht is not h0:
+            ht.zero_() if h0 is None else ht.copy_(read_slots(h0, h0_indices, pad_slot_id))
         if output_A:
             A.zero_(), g_cumsum.zero_()
         return ChunkFwd(o, ht, A, g_cumsum, h)
 
     device = q.device.index
-    config = pick_config(K, V, dtype_name(q), N * HV, num_sms(device), output_h)
+    lengths = Lengths(N, B * slots_per_row, slots_per_row)
+    config, segment_chunks = pick_config(K, V, dtype_name(q), HV, lengths, num_sms(device), output_h, auto_cp)
+    split = segment_chunks < slots_per_row
+    segments_per_row = -(-slots_per_row // segment_chunks)
+    segments = B * segments_per_row if cu_seqlens is None else num_tokens // (segment_chunks * CHUNK) + N if split else N
+    starts = None
+    out = tma_ready(o) if o.is_contiguous() else torch.empty_like(o, memory_format=torch.contiguous_format)
     with on_device(device):
         TPs, factors = chunk_intra(
             q,
@@ -410,7 +504,7 @@ def chunk_fwd(
             g,
             beta,
             scale,
-            o,
+            out,
             slots=slots,
             cu_seqlens=cu_seqlens,
             A=A,
@@ -420,13 +514,22 @@ def chunk_fwd(
             dt_bias=dt_bias,
             beta_range=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
         )
+        if split:
+            starts = segment_starts(
+                k, v, TPs, factors,
+                segments=segments, segment_chunks=segment_chunks, h0=h0, h0_indices=h0_indices, pad_slot_id=pad_slot_id,
+                cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+            )  # fmt: skip
         _kernel(config)(
-            q, k, v, o, TPs, factors,
-            address(o), N, HV // H, address(cu_seqlens), cu_stride(cu_seqlens), slots_per_row,
-            address(h0), 0 if h0 is None else FLOAT_TYPE[h0.dtype], *((0, 0) if h0 is None else h0.stride()[:2]),
-            address(ht), int(state_v_first),
+            q, k, v, out, TPs, factors,
+            address(out), N, HV // H, address(cu_seqlens), cu_stride(cu_seqlens), slots_per_row,
+            # A whole sequence is a segment with room for one chunk more: none begins behind it.
+            segments, segment_chunks if split else slots_per_row + 1, segments_per_row, N.bit_length() if split else 0, address(starts),
+            *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), *state_arguments(ht), int(state_v_first),
             address(h), B * h_slots, h_slots, address(chunk_offsets),
         )  # fmt: skip
+    if out.data_ptr() != o.data_ptr():
+        o.copy_(out)
     return ChunkFwd(o, ht, A, g_cumsum, h)
 
 

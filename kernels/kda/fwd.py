@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from flash_qla_tl.kernels.common.state_pool import read_slots, same_memory
 from flash_qla_tl.kernels.common.target import CHUNK
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, holds_states, state_rows, tma_ready
 from flash_qla_tl.kernels.kda.prepare import prepare
@@ -23,6 +24,8 @@ def forward(
     scale: float,
     *,
     h0: torch.Tensor | None = None,
+    h0_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
     ht: torch.Tensor | None = None,
     o: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
@@ -40,6 +43,7 @@ def forward(
     """o and the state before every chunk, for arguments that were checked at the door.
 
     ht, o: filled if given, whatever their strides; ht of any float type, and it may be h0.
+    h0_indices: where in h0, a pool that holds_states, each sequence has its state.
     num_chunks: slots of h for packed input, where the caller knows the exact count; else T // 64 + N.
     """
     B, num_tokens, HV, _ = v.shape
@@ -56,8 +60,8 @@ def forward(
     if N == 0 or o.numel() == 0:
         # Nothing runs: no token, or no sequence to hold one.
         o.zero_()
-        if ht is not None:
-            ht.zero_() if h0 is None else ht.copy_(h0)
+        if ht is not None and not same_memory(ht, h0):
+            ht.zero_() if h0 is None else ht.copy_(read_slots(h0, h0_indices, pad_slot_id))
         return o, h
 
     workspace = prepare(
@@ -83,6 +87,8 @@ def forward(
         tma_ready(v),
         out,
         h0=h0,
+        h0_indices=h0_indices,
+        pad_slot_id=pad_slot_id,
         ht=state,
         h=None if h is None else h.flatten(0, 1),
         cu_seqlens=cu_seqlens,

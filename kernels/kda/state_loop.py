@@ -30,9 +30,10 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common import gates
+from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms, on_device
-from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address
-from flash_qla_tl.kernels.common.walk import advance, load_state, store_state
+from flash_qla_tl.kernels.common.tensors import address
+from flash_qla_tl.kernels.common.walk import advance, find_slot, load_state, store_state, store_state_as
 from flash_qla_tl.kernels.kda.prepare import Workspace
 
 K = V = 128
@@ -115,6 +116,7 @@ def build(config: Config):
         o: T.StridedTensor((B, num_tokens, HV, V), (*strides["o"], 1), dtype),
         o_address: T.int64, num_seqs: T.int32, cu_address: T.int64, cu_stride: T.int32, chunk_offsets_address: T.int64,
         h0_address: T.int64, h0_type: T.int32, h0_stride_n: T.int64, h0_stride_h: T.int64,
+        indices_address: T.int64, indices_stride: T.int32, pad_slot: T.int32, num_slots: T.int32,
         ht_address: T.int64, ht_type: T.int32, ht_stride_n: T.int64, ht_stride_h: T.int64,
         state_v_first: T.int32, h_address: T.int64, h_slots: T.int32,
     ):  # fmt: skip
@@ -187,8 +189,11 @@ def build(config: Config):
                     T.set_max_nreg(232, 1)
                 wg = tx // 128
                 T.clear(S)
-                if h0_address != 0 and i_n < num_seqs:
-                    first = T.cast(i_n, "int64") * h0_stride_n + i_hv * h0_stride_h
+                slot = T.alloc_var("int32", init=-1)
+                if i_n < num_seqs:
+                    find_slot(slot, i_n, indices_address, indices_stride, pad_slot, num_slots)
+                if h0_address != 0 and slot >= 0:
+                    first = T.cast(slot, "int64") * h0_stride_n + i_hv * h0_stride_h
                     load_state(S, h0_address, first, h0_type, state_v_first, v0, K, V)
                 # Hides from ptxas where S comes from; without it, it serializes every wgmma of the kernel (C7514).
                 T.warpgroup_fence_operand(S, num_regs=K // 2)
@@ -238,14 +243,16 @@ def build(config: Config):
                 if num_chunks > 0:
                     T.barrier_wait(o_free[wg], num_chunks % 2)
                     store_out(packed_out, o_s, o_full, wg, lane)
-                if ht_address != 0 and i_n < num_seqs:
-                    last = T.cast(i_n, "int64") * ht_stride_n + i_hv * ht_stride_h
-                    if ht_type == 0:
-                        store_state(S, ht_address + last * 4, accum, state_v_first, v0, K, V)
-                    elif ht_type == 1:
-                        store_state(S, ht_address + last * 2, "bfloat16", state_v_first, v0, K, V)
-                    else:
-                        store_state(S, ht_address + last * 2, "float16", state_v_first, v0, K, V)
+                # In place, a state goes back to where it came from, and without a token it stays as it is. The slot is read
+                # anew: the loop has no register for it.
+                slot = -1
+                if ht_address != h0_address:
+                    slot = T.if_then_else(i_n < num_seqs, i_n, -1)
+                elif num_chunks > 0:
+                    find_slot(slot, i_n, indices_address, indices_stride, pad_slot, num_slots)
+                if ht_address != 0 and slot >= 0:
+                    last = T.cast(slot, "int64") * ht_stride_n + i_hv * ht_stride_h
+                    store_state_as(S, ht_address, last, ht_type, state_v_first, v0, K, V)
             else:
                 if NW == 2:
                     T.set_max_nreg(40, 0)
@@ -321,6 +328,8 @@ def state_loop(
     o: torch.Tensor,
     *,
     h0: torch.Tensor | None = None,
+    h0_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
     ht: torch.Tensor | None = None,
     h: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
@@ -329,7 +338,7 @@ def state_loop(
     """One launch, into o [B, T, HV, V], ht [N, HV, ...] and h [slots, HV, ...], for a token and a sequence at least.
 
     o and v as TMA can walk them; h0 and ht of a type in FLOAT_TYPE, each state dense, and pairs of its numbers aligned.
-    ht may be h0, and o may be v.
+    ht may be h0, and o may be v. h0_indices: where in h0, a pool, each sequence has its state.
     """
     B, num_tokens, HV, _ = v.shape
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -343,13 +352,9 @@ def state_loop(
         _kernel(config)(
             *tiles, v, o,
             address(o), N, address(cu_seqlens), cu_stride, address(chunk_offsets),
-            *_state(h0), *_state(ht), int(state_v_first), address(h), 0 if h is None else h.shape[0],
+            *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), *state_arguments(ht), int(state_v_first),
+            address(h), 0 if h is None else h.shape[0],
         )  # fmt: skip
-
-
-def _state(x: torch.Tensor | None) -> tuple[int, int, int, int]:
-    """Address, type and strides of states."""
-    return (0, 0, 0, 0) if x is None else (x.data_ptr(), FLOAT_TYPE[x.dtype], *x.stride()[:2])
 
 
 @functools.lru_cache

@@ -1,0 +1,134 @@
+"""The state before every segment of a sequence, from what segment_states.py made of the segments.
+
+    S_g = M_g S_g-1 + N_g       where exact[g] says that M counts; else S_g = N_g is there already
+
+Grid (sequences * HV * V / 64): a CTA of one warpgroup goes through the segments of a sequence with 64 rows of S^T and writes them over
+N^T. The product is made of 16-bit halves of both, three of four: to 2^-16.
+"""
+
+import functools
+
+import tilelang
+import tilelang.language as T
+import torch
+
+from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name
+from flash_qla_tl.kernels.common.tensors import address
+from flash_qla_tl.kernels.gated_delta_rule import segment_states
+
+THREADS = 128
+
+
+@tilelang.jit(
+    target=TARGET,
+    pass_configs={
+        tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
+        tilelang.PassConfigKey.TL_DISABLE_BUFFER_INIT_CHECK: True,
+    },
+)
+def build(K: int, dtype: str):
+    accum = "float32"
+    HV, V, segments = (T.dynamic(name) for name in ("HV", "V", "segments"))
+
+    @T.prim_func
+    def gdn_segment_starts_kernel(
+        starts: T.Tensor((segments, HV, V, K), accum),
+        transfers: T.Tensor((segments, HV, 2, K, K), dtype),
+        exact: T.Tensor((segments, HV), "int32"),
+        num_seqs: T.int32, num_tokens: T.int32, cu_address: T.int64, cu_stride: T.int32,
+        segment_chunks: T.int32, segments_per_row: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(num_seqs * HV * (V // 64), threads=THREADS) as i_x:
+            high_s = T.alloc_shared((K, K), dtype)
+            low_s = T.alloc_shared((K, K), dtype)
+            S = T.alloc_fragment((64, K), accum)
+            acc = T.alloc_fragment((64, K), accum)
+            high = T.alloc_fragment((64, K), dtype)
+            low = T.alloc_fragment((64, K), dtype)
+            i_n = T.alloc_var("int32")
+            i_hv = T.alloc_var("int32")
+            r0 = T.alloc_var("int32")
+            i_n = T.truncdiv(i_x, HV * (V // 64))
+            r0 = i_x - i_n * HV * (V // 64)
+            i_hv = T.truncdiv(r0, V // 64)
+            r0 = (r0 - i_hv * (V // 64)) * 64
+            # Slots of the sequence's segments.
+            first = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            first = i_n * segments_per_row
+            count = segments_per_row
+            if cu_address != 0:
+                cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
+                bos = T.min(T.max(cu_seqlens[i_n * cu_stride], 0), num_tokens)
+                eos = T.min(T.max(cu_seqlens[(i_n + 1) * cu_stride], bos), num_tokens)
+                first = T.truncdiv(bos, segment_chunks * CHUNK) + i_n
+                count = T.truncdiv(eos - bos + segment_chunks * CHUNK - 1, segment_chunks * CHUNK)
+            held = T.alloc_var("int32", init=0)  # S is the state before the last segment
+            for j in T.serial(2, count):
+                if exact[first + j, i_hv] != 0:
+                    if held == 0:
+                        for a, b in T.Parallel(64, K):
+                            S[a, b] = starts[first + j - 1, i_hv, r0 + a, b]
+                    held = 1
+                    T.copy(S, high)
+                    for a, b in T.Parallel(64, K):
+                        low[a, b] = T.cast(S[a, b] - T.cast(high[a, b], accum), dtype)
+                    T.copy(transfers[first + j, i_hv, 0, 0:K, 0:K], high_s)
+                    T.copy(transfers[first + j, i_hv, 1, 0:K, 0:K], low_s)
+                    for a, b in T.Parallel(64, K):
+                        acc[a, b] = starts[first + j, i_hv, r0 + a, b]
+                    T.gemm(high, high_s, acc, policy=T.GemmWarpPolicy.FullRow)
+                    T.gemm(low, high_s, acc, policy=T.GemmWarpPolicy.FullRow)
+                    T.gemm(high, low_s, acc, policy=T.GemmWarpPolicy.FullRow)
+                    for a, b in T.Parallel(64, K):
+                        S[a, b] = acc[a, b]
+                        starts[first + j, i_hv, r0 + a, b] = acc[a, b]
+                else:
+                    held = 0
+
+    return gdn_segment_starts_kernel
+
+
+@functools.lru_cache
+def _kernel(K: int, dtype: str):
+    """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
+    with compiling():
+        return build(K, dtype)
+
+
+def segment_starts(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    TPs: torch.Tensor,
+    factors: torch.Tensor,
+    *,
+    segments: int,
+    segment_chunks: int,
+    h0: torch.Tensor | None,
+    h0_indices: torch.Tensor | None,
+    pad_slot_id: int,
+    cu_seqlens: torch.Tensor | None,
+    state_v_first: bool,
+) -> torch.Tensor:
+    """-> [segments, HV, V, K] fp32: the state before each segment, h0 before the first of a sequence. Two launches."""
+    B, num_tokens, H, K = k.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    stride = 0 if cu_seqlens is None else cu_seqlens.stride(0) * cu_seqlens.element_size() // 4
+    slots_per_row = -(-num_tokens // CHUNK)
+    segments_per_row = -(-slots_per_row // segment_chunks)
+    empty = functools.partial(torch.empty, device=k.device)
+    starts = empty((segments, HV, V, K), dtype=torch.float32)
+    transfers = empty((segments, HV, 2, K, K), dtype=k.dtype)
+    exact = empty((segments, HV), dtype=torch.int32)
+    segment_states.kernel(K, dtype_name(k))(
+        k, v, TPs, factors, starts, transfers, exact,
+        HV // H, N, address(cu_seqlens), stride, slots_per_row, segment_chunks, segments_per_row, N.bit_length(),
+        *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), int(state_v_first),
+    )  # fmt: skip
+    _kernel(K, dtype_name(k))(
+        starts, transfers, exact,
+        N, num_tokens, address(cu_seqlens), stride, segment_chunks, segments_per_row,
+    )  # fmt: skip
+    return starts
