@@ -32,7 +32,7 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS, device_source
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms, on_device
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name, num_sms, on_device
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, readable, state_rows, tma_ready
 from flash_qla_tl.kernels.common.walk import advance, load_state, store_state
 from flash_qla_tl.kernels.gated_delta_rule.chunk_intra import chunk_intra, cu_stride
@@ -411,8 +411,7 @@ def chunk_fwd(
 @functools.lru_cache
 def _kernel(config: Config):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    with compiling():
-        return build(config)
+    return compiled(build, config)
 
 
 def _chunk_offsets(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:

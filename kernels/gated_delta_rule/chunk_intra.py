@@ -28,7 +28,7 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.gates import LN2, NUM_FACTORS, ROWS, TABLE, device_source, write_gates
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name, num_sms
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address
 
 THREADS = 128
@@ -292,8 +292,7 @@ def build(K: int, dtype: str):
 @functools.lru_cache
 def _kernel(K: int, dtype: str):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    with compiling():
-        return build(K, dtype)
+    return compiled(build, K, dtype)
 
 
 def heads_per_cta(group: int, chunk_heads: int, num_sms: int) -> int:

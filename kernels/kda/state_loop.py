@@ -30,7 +30,7 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common import gates
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms, on_device
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name, num_sms, on_device
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address
 from flash_qla_tl.kernels.common.walk import advance, load_state, store_state
 from flash_qla_tl.kernels.kda.prepare import Workspace
@@ -355,5 +355,4 @@ def _state(x: torch.Tensor | None) -> tuple[int, int, int, int]:
 @functools.lru_cache
 def _kernel(config: Config):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    with compiling():
-        return build(config)
+    return compiled(build, config)
