@@ -176,7 +176,9 @@ def main() -> int:
             parser.error('--png needs matplotlib: pip install "flash_qla_tl[plot]"')
     (H, *HV), (K, *V) = options.heads, options.head_dim
     work = Workload(options.seqlens, H, *(HV or [H]), K, *(V or [K]))
-    rep = options.rep or (50 if torch.cuda.is_available() else 2)
+    rep = options.rep
+    if rep is None:
+        rep = 50 if torch.cuda.is_available() else 2
     try:
         found = measure(options.op, work, options.dtype, options.norm, options.gate, rep)
     except ValueError as error:

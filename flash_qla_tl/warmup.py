@@ -140,6 +140,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the variants' names, and compile nothing")
     options = parser.parse_args()
     names = [v.name for v in chosen(options.op, options.dtype, options.head_dim)]
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
     if not names:
         parser.error(f"{' and '.join(options.op)} have no kernel for head dims of {options.head_dim}")
     if options.list:

@@ -91,6 +91,7 @@ def test_command_on_the_cpu(op, monkeypatch, capsys, tmp_path):
     [
         (["--heads", "1,2,3"], "--heads takes one number or two"),
         (["--heads", "2,3"], "HV"),
+        (["--rep", "0"], "rep must be at least 0, 0 and 1, got 0, 0 and 0"),
         (["--seqlens", "8192,0"], "expected numbers as in 8192,300 or 8x1024, got '8192,0'"),
         (["--seqlens", "long"], "expected numbers as in 8192,300 or 8x1024, got 'long'"),
     ],

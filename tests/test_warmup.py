@@ -126,6 +126,7 @@ def run_main(monkeypatch, *args):
         (None, [], "no GPU here whose architecture would be meant: name it, --arch sm_90a"),
         ((8, 0), [], "compute capability 9.0, this one has 8.0"),
         (None, ["--arch", "sm_100a"], "invalid choice: 'sm_100a'"),
+        (None, ["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (None, ["--op", "kda_fwd", "--head-dim", "64"], r"kda_fwd have no kernel for head dims of \[64\]"),
     ],
 )
@@ -197,10 +198,15 @@ for name in sys.argv[1:]:
 """
 
 
-def start(cache, *names, env=None, **options):
-    """A process that has kernels made, with the cache in this folder."""
+def environment(**more):
+    """Of a process that finds the package where it is found here."""
     path = os.pathsep.join([str(Path(flash_qla_tl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TILELANG_CACHE_DIR": str(cache), **(env or {})}
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+def start(cache, *names, **options):
+    """A process that has kernels made, with the cache in this folder."""
+    env = environment(TILELANG_CACHE_DIR=str(cache))
     command = [sys.executable, "-c", BUILD, *names]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
@@ -269,28 +275,32 @@ def test_a_failure_is_reported(monkeypatch, capsys, tmp_path):
 
 
 SERVE = """
-import sys, torch
-started = []
-sys.addaudithook(lambda event, args: started.append(str(args[0])) if event == "subprocess.Popen" else None)
-from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, chunk_kda, kda_fwd, testing
+import os, sys
+compilers, started = {"nvcc", "ptxas", "g++", "gcc", "c++", "cc", "clang++"}, []
+sys.addaudithook(lambda event, args: started.append(os.path.basename(args[0])) if event == "subprocess.Popen" else None)
+from itertools import product
+import torch
+from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, chunk_kda, testing
 
-for i, (N, T, (H, HV)) in enumerate((n, t, h) for n in (1, 2, 7) for t in (1, 64, 700, 4096) for h in ((2, 4), (16, 64), (8, 8))):
-    states = {"h0_dtype": (None, torch.float32, torch.bfloat16)[i % 3], "device": "cuda"}
-    args = testing.inputs(lengths=[T] * N, H=H, HV=HV, K=128, **states)
-    more = {"scale": (None, 0.5)[i % 2], "output_final_state": i % 3 > 0}
-    chunk_gated_delta_rule(**args, **more, backend="tilelang")
+for i, (N, T, (H, HV)) in enumerate(product((1, 2, 7), (1, 64, 700, 4096), ((2, 4), (16, 64), (8, 8)))):
+    size = {"lengths": [T] * N, "H": H, "HV": HV, "K": 128, "device": "cuda"}
+    size["h0_dtype"] = (None, torch.float32, torch.bfloat16)[i % 3]
+    more = {"scale": (None, 0.5)[i % 2], "output_final_state": i % 3 > 0, "backend": "tilelang"}
+    args = testing.inputs(**size)
+    chunk_gated_delta_rule(**args, **more)
     chunk_gated_delta_rule_fwd(**args, output_h=True)
-    args = testing.kda_inputs(lengths=[T] * N, H=H, HV=HV, K=128, **states)
-    chunk_kda(**args, **more, backend="tilelang")
-    chunk_kda(**args, return_intermediate_states=True, backend="tilelang")
+    args = testing.kda_inputs(**size)
+    chunk_kda(**args, **more)
+    chunk_kda(**args, **more, return_intermediate_states=True)
 torch.cuda.synchronize()
-print("started:", *started)
+print("started:", *compilers.intersection(started))
 """
 
 
 @pytest.mark.gpu
 def test_a_server_compiles_nothing_after_the_warm_up():
     choice = ["--op", "gdn_fwd", "kda_fwd", "--dtype", "bfloat16", "--head-dim", "128"]
-    subprocess.run([sys.executable, "-m", "flash_qla_tl.warmup", *choice], check=True)
-    served = subprocess.run([sys.executable, "-c", SERVE], check=True, capture_output=True, text=True)
+    subprocess.run([sys.executable, "-m", "flash_qla_tl.warmup", *choice], env=environment(), check=True)
+    served = subprocess.run([sys.executable, "-c", SERVE], env=environment(), capture_output=True, text=True)
+    assert served.returncode == 0, served.stderr
     assert served.stdout.splitlines()[-1] == "started:"
