@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
+from flash_qla_tl.costs import OPS
 from flash_qla_tl.kernels.common.target import DTYPES, HEAD_DIMS, TARGET, ReadOnlyCache, compiled
 
-OPS = ("gdn_fwd", "gdn_bwd", "kda_fwd")
 ARCH = TARGET["arch"]
 
 

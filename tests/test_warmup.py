@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,11 @@ def test_a_failure_is_reported(monkeypatch, capsys, tmp_path):
     out, err = capsys.readouterr()
     assert out.count("failed") == 3 and "0 compiled, 0 cached, 2 failed" in out
     assert err.count('pip install "flash_qla_tl[nvcc]"') == 1
+
+
+def test_what_cannot_be_kept_is_a_failure(monkeypatch):
+    monkeypatch.setattr(warmup, "compiled", lambda *args: warnings.warn("in vain", target.ReadOnlyCache, stacklevel=2))
+    assert warmup._compile(SMALL[0]).outcome == "ReadOnlyCache: in vain"
 
 
 SERVE = """
