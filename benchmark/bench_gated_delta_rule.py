@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+from flash_qla_tl.testing import cold_copies
 
 GRADIENTS = ("dq", "dk", "dv", "db", "dg", "dh0")
 OUTPUTS = {"fwd": ("o", "ht"), "bwd": GRADIENTS}
@@ -146,7 +147,7 @@ def measure(shape: shapes.Shape, mode: str, device: str, implementations: dict) 
     torch.manual_seed(0)
     args = arguments(shape, mode, device)
     truth = exact(args, mode)
-    sets = report.cold_copies(args, device)
+    sets = cold_copies(args, device)
     ms, errors = {}, {}
     for name, prepare in implementations.items():
         try:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flash_qla_tl import chunk_kda, kda_fwd
+from flash_qla_tl.testing import cold_copies
 
 MODE = "kda_fwd"
 LIMIT = 0.008
@@ -129,7 +130,7 @@ def measure(shape: shapes.Shape, device: str, implementations: dict) -> tuple:
     torch.manual_seed(0)
     args = arguments(shape, device)
     truth = exact(args)
-    sets = report.cold_copies(args, device)
+    sets = cold_copies(args, device)
     ms, errors = {}, {}
     for name, prepare in implementations.items():
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -32,7 +31,6 @@ RESULTS = Path(__file__).parent / "results"
 TOLERATED = 1.05
 PACKAGES = ("torch", "triton", "tilelang", "fla-core", "flash-qla", "flashinfer-python")
 TIMED_MS = 400  # device time a measurement may take, warm-up not counted
-L2_BYTES = 64 << 20  # no less than any Hopper GPU has
 
 
 @contextlib.contextmanager
@@ -56,18 +54,6 @@ def gate(outputs: dict[str, Tensor], exact: dict[str, Tensor], limit: float) -> 
     if wrong:
         raise ArithmeticError(", ".join(f"{name} is off by {error:.2e}" for name, error in wrong.items()))
     return errors
-
-
-def cold_copies(args: dict, device: str) -> list[dict]:
-    """The arguments at enough addresses that a round through all of them leaves none in L2.
-
-    Tensors of indices are shared: some packages keep what they derive from one.
-    """
-    tensors = [x for x in args.values() if torch.is_tensor(x) and x.is_floating_point()]
-    size = sum(x.numel() * x.element_size() for x in tensors)
-    n = 1 if device == "cpu" else max(2, math.ceil(4 * L2_BYTES / max(size, 1)))
-    clone = lambda x: x.clone() if any(x is y for y in tensors) else x  # noqa: E731
-    return [args] + [{name: clone(x) for name, x in args.items()} for _ in range(n - 1)]
 
 
 def median_ms(calls: list[Callable], device: str) -> float:

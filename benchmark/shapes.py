@@ -9,11 +9,7 @@ from itertools import groupby, pairwise
 import torch
 
 from flash_qla_tl import testing
-
-CHUNK = 64
-# What an H200 was seen to do: read + write of a large copy, and a dense bf16 product.
-BYTES_PER_MS = 4.25e9
-FLOP_PER_MS = 790e9
+from flash_qla_tl.costs import Workload
 
 
 @dataclass(frozen=True)
@@ -31,10 +27,6 @@ class Shape:
     def tokens(self) -> int:
         return sum(self.seqlens)
 
-    @property
-    def chunk_heads(self) -> int:
-        return sum(-(-length // CHUNK) for length in self.seqlens) * self.HV
-
     def __str__(self) -> str:
         runs = [(length, len(list(run))) for length, run in groupby(self.seqlens)]
         if len(runs) > 3:
@@ -51,27 +43,9 @@ class Shape:
         return testing.inputs(**size, **heads, h0_dtype=torch.float32, device=device)
 
     def floor_ms(self, mode: str) -> float:
-        """The larger of the compulsory traffic and the products, in milliseconds on an H200.
-
-        Traffic is each input once and each output once, q, k, v and their like in 16 bits, gates
-        and states in 32. The forward's products are K K^T, Q K^T, K S, Q S, A W, P Vn and K^T Vn,
-        10.49 MFLOP a chunk and head at K = V = 128; the backward, which recomputes the states, has
-        three times as many. Kimi Delta Attention ("kda_fwd") has the forward's products, a gate of K numbers a
-        token and value head, and everything but the states in 16 bits.
-        """
-        N, tokens = len(self.seqlens), self.tokens
-        qk, v = 2 * tokens * self.H * self.K * 2, tokens * self.HV * self.V * 2
-        gates, state = 2 * tokens * self.HV * 4, N * self.HV * self.K * self.V * 4
-        flop = self.chunk_heads * CHUNK * (6 * self.K * self.V + 4 * CHUNK * (self.K + self.V))
-        if mode == "fwd":
-            moved = qk + 2 * v + gates + 2 * state  # q k, v o, g beta, h0 ht
-        elif mode == "kda_fwd":
-            moved = qk + 2 * v + tokens * self.HV * (self.K + 1) * 2 + 2 * state
-        else:
-            A = tokens * self.HV * CHUNK * 2
-            moved = 2 * qk + 3 * v + 2 * gates + 3 * state + A  # ... do dv, h0 dht dh0
-            flop *= 3
-        return max(moved / BYTES_PER_MS, flop / FLOP_PER_MS)
+        """Milliseconds that no kernel for an H200 beats; see flash_qla_tl/costs.py."""
+        work = Workload(self.seqlens, self.H, self.HV, self.K, self.V)
+        return work.floor(mode if mode.startswith("kda") else f"gdn_{mode}").floor_ms
 
 
 def _of(rows: list[tuple]) -> list[Shape]:

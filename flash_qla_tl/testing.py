@@ -1,5 +1,7 @@
 """Inputs, errors and error budgets, shared by the tests, the benchmarks and ``python -m``."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +21,7 @@ CAP_NEG_EIGVAL = 0.012
 # A gradient may always be this far off. Those of gates and of beta are sums in which much cancels.
 GRADIENT_FLOOR = 0.008
 GATE_GRADIENT_FLOOR = 0.015
+L2_BYTES = 64 << 20  # no less than any Hopper GPU has
 
 
 def gate(regime: str, *shape: int, device: torch.device | str = "cpu") -> Tensor:
@@ -208,3 +211,15 @@ def gradient_budget(name: str, emulation: Tensor, reference: Tensor) -> float:
     """Twice the relative error of :func:`emulated`, or the floor for the gradient of ``name`` if that is more."""
     floor = GATE_GRADIENT_FLOOR if name in ("g", "beta", "A_log", "dt_bias") else GRADIENT_FLOOR
     return max(floor, 2 * rel_l2(emulation, reference))
+
+
+def cold_copies(args: dict, device: str) -> list[dict]:
+    """The arguments at enough addresses that a round through all of them leaves none in L2.
+
+    Tensors of indices are shared: some packages keep what they derive from one.
+    """
+    tensors = [x for x in args.values() if torch.is_tensor(x) and x.is_floating_point()]
+    size = sum(x.numel() * x.element_size() for x in tensors)
+    n = 1 if device == "cpu" else max(2, math.ceil(4 * L2_BYTES / max(size, 1)))
+    clone = lambda x: x.clone() if any(x is y for y in tensors) else x  # noqa: E731
+    return [args] + [{name: clone(x) for name, x in args.items()} for _ in range(n - 1)]

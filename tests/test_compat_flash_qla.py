@@ -1,8 +1,6 @@
 """FlashQLA's interface on our functions: what code written for flash-qla 0.1.3 does with it."""
 
 import inspect
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -184,14 +182,3 @@ def test_chunks_of_padded_sequences():
     assert torch.equal(pack(unpack(g, cu), cu), g)
     assert pad_and_reshape(g[:, :0], 1, 4).shape == (1, 0, 4, 2)
     assert prepare_varlen_metadata(cu, cu) is cu
-
-
-def test_switching():
-    """The blocks of docs/switching.md: those that need nothing else run, the others are Python."""
-    text = (Path(__file__).parents[1] / "docs/switching.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    codes = [compile(block, "switching.md", "exec") for block in blocks]
-    runs = [code for code, block in zip(codes, blocks, strict=True) if not block.startswith("# needs ")]
-    assert len(runs) == 3
-    for code in runs:
-        exec(code, {})

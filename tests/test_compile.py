@@ -1,21 +1,17 @@
 """Every kernel variant compiles for sm_90a without a GPU, within the hardware's limits."""
 
-import itertools
 import os
 import re
 import shutil
 import subprocess
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import pytest
 
 tilelang = pytest.importorskip("tilelang")
 
 from flash_qla_tl.kernels.common.target import SMEM_CAPACITY, TARGET  # noqa: E402
-from flash_qla_tl.kernels.gated_delta_rule import activations, chunk_bwd, chunk_fwd, chunk_intra, chunk_states  # noqa: E402
-from flash_qla_tl.kernels.kda import prepare as kda_prepare  # noqa: E402
-from flash_qla_tl.kernels.kda import state_loop as kda_state_loop  # noqa: E402
+from flash_qla_tl.warmup import variants  # noqa: E402
 
 
 def nvcc() -> str | None:
@@ -29,47 +25,26 @@ def nvcc() -> str | None:
 
 pytestmark = pytest.mark.skipif(nvcc() is None, reason="no nvcc: the kernels are not compiled")
 
-SPILL_BYTES = 64
-# Two accumulator registers of a compute thread spill once a head, beside some 20 products; the rest once a chunk or in the
-# warps that load and store.
-CHUNK_BWD_SPILL_BYTES = 320
+VARIANTS = {variant.name: variant for variant in variants()}
+# By kernel, where it is not 64. In chunk_bwd two accumulator registers of a compute thread spill once a head, beside some 20
+# products; the rest once a chunk or in the warps that load and store.
+SPILL_BYTES = {"chunk_bwd": 320, "activations_fwd": 0, "activations_bwd": 0}
 # The state is the register operand of its products, and tiles come and go by TMA.
 STATE_IN_REGISTERS = ("wgmma_rs", "tma_load", "tma_store")
+CONTAINS = {
+    "chunk_fwd": STATE_IN_REGISTERS,
+    "chunk_states": STATE_IN_REGISTERS,
+    "kda_prepare": ("tma_load",),
+    "kda_state_loop": STATE_IN_REGISTERS,
+}
 
 
-@dataclass
-class Kernel:
-    """A variant, and what is asked of it."""
-
-    build: object
-    args: tuple
-    spill_bytes: int = SPILL_BYTES
-    contains: tuple[str, ...] = ()
-
-
-KERNELS = {}
-for config in chunk_fwd.configs():
-    KERNELS[f"chunk_fwd {config}"] = Kernel(chunk_fwd.build, (config,), contains=STATE_IN_REGISTERS)
-for config in chunk_states.configs():
-    KERNELS[f"chunk_states {config}"] = Kernel(chunk_states.build, (config,), contains=STATE_IN_REGISTERS)
-for config in chunk_bwd.configs():
-    KERNELS[f"chunk_bwd {config}"] = Kernel(chunk_bwd.build, (config,), CHUNK_BWD_SPILL_BYTES)
-for config in kda_prepare.configs():
-    KERNELS[f"kda prepare {config}"] = Kernel(kda_prepare.build, (config,), contains=("tma_load",))
-for config in kda_state_loop.configs():
-    KERNELS[f"kda state_loop {config}"] = Kernel(kda_state_loop.build, (config,), contains=STATE_IN_REGISTERS)
-for config in itertools.product((64, 128), ("bfloat16", "float16")):
-    KERNELS[f"chunk_intra {config}"] = Kernel(chunk_intra.build, config)
-    KERNELS[f"activations_fwd {config}"] = Kernel(activations.build_fwd, config, 0)
-    KERNELS[f"activations_bwd {config}"] = Kernel(activations.build_bwd, config, 0)
-
-
-def lower(kernel):
+def lower(variant):
     """As the builder does: -> the generated source, dynamic shared memory in bytes."""
     from tilelang import tvm
 
-    func = kernel.build.get_tir(*kernel.args)
-    configs = tvm.transform.PassContext(opt_level=3, config=kernel.build.pass_configs)
+    func = variant.build.get_tir(*variant.args)
+    configs = tvm.transform.PassContext(opt_level=3, config=variant.build.pass_configs)
     with tvm.target.Target(TARGET) as target, configs:
         artifact = tilelang.lower(func, target=target, enable_device_compile=False)
     dynamic = [int(x) for x in re.findall(r'call_packed\("\w+_kernel", .*, (\d+)\)$', str(artifact.host_mod), re.M)]
@@ -104,7 +79,7 @@ def compiled(request, tmp_path_factory):
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name in names:
             try:
-                source, dynamic = lower(KERNELS[name])
+                source, dynamic = lower(VARIANTS[name])
                 report = pool.submit(ptxas_report, source, tmp_path_factory.mktemp("kernel"))
             except Exception as error:  # this kernel's own test is where it belongs
                 source, dynamic, report = "", 0, Future()
@@ -113,13 +88,13 @@ def compiled(request, tmp_path_factory):
         yield found
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_compiles(name, compiled):
     source, dynamic, report = compiled[name]
-    report, kernel = report.result(), KERNELS[name]
+    report, kernel = report.result(), VARIANTS[name].kernel
     assert not re.search(r"C75\d\d", report), report
     spills = sum(int(x) for x in re.findall(r"(\d+) bytes spill stores", report))
-    assert spills <= kernel.spill_bytes, report
+    assert spills <= SPILL_BYTES.get(kernel, 64), report
     static = int(re.search(r"(\d+) bytes smem", report)[1]) if "bytes smem" in report else 0
     assert dynamic + static <= SMEM_CAPACITY
-    assert all(word in source for word in kernel.contains)
+    assert all(word in source for word in CONTAINS.get(kernel, ()))

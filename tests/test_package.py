@@ -35,6 +35,7 @@ def test_import_touches_no_device_and_no_tilelang():
         "torch.cuda._lazy_init = torch.cuda.is_available = touched\n"
         "torch.cuda.get_device_capability = torch.cuda.get_device_properties = touched\n"
         "import flash_qla_tl, flash_qla_tl.utils, flash_qla_tl.ops.utils, flash_qla_tl.testing\n"
+        "import flash_qla_tl.profile, flash_qla_tl.warmup\n"
         "assert 'tilelang' not in sys.modules\n"
         # transformers asks for a distribution of this name by importing it.
         "assert 'kernels' not in sys.modules\n"

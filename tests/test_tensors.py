@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from flash_qla_tl.kernels.common.target import compiling
+from flash_qla_tl.kernels.common.target import compiled
 from flash_qla_tl.kernels.common.tensors import state_rows, tma_ready
 
 
@@ -69,9 +69,9 @@ def test_without_nvcc_the_error_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(nvcc, "get_nvcc_compiler", nothing)
-    with pytest.raises(RuntimeError, match=r'pip install "flash_qla_tl\[nvcc\]"'), compiling():
-        build()
+    with pytest.raises(RuntimeError, match=r'pip install "flash_qla_tl\[nvcc\]"'):
+        compiled(build)
     # A compiler that is there speaks for itself.
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    with pytest.raises(OSError, match="not found"), compiling():
-        build()
+    with pytest.raises(OSError, match="not found"):
+        compiled(build)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import shutil
+import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +17,11 @@ CHUNK = 64
 HEAD_DIMS = (64, 128)
 SMEM_CAPACITY = 232_448
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPES = tuple(_DTYPE_NAMES.values())
+
+
+class ReadOnlyCache(UserWarning):
+    """A kernel was compiled, and could not be kept for the next process."""
 
 
 def dtype_name(x: torch.Tensor) -> str:
@@ -51,21 +59,37 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def compiling():
-    """Around the first use of a kernel: where it is not in TileLang's cache and nvcc is missing, say how to install it."""
+def compiled(build: Callable, *args: object) -> Callable:
+    """The kernel of a builder: from TileLang's cache, or compiled.
+
+    Raises:
+        RuntimeError: it has to be compiled, and nvcc is missing.
+    """
     try:
-        yield
+        return build(*args)
     except Exception as error:
         from tilelang.contrib import nvcc
+        from tilelang.env import env
 
         try:
             found = shutil.which("nvcc") or shutil.which(nvcc.get_nvcc_compiler())
         except RuntimeError:
             found = None
-        if found:
+        if not found:
+            raise RuntimeError(
+                "compiling the Hopper kernels needs CUDA's compiler nvcc, and none was found: install a CUDA toolkit "
+                'and set CUDA_HOME, or install it as a package: pip install "flash_qla_tl[nvcc]"'
+            ) from error
+        if os.access(env.TILELANG_CACHE_DIR, os.W_OK):
             raise
-        raise RuntimeError(
-            "compiling the Hopper kernels needs CUDA's compiler nvcc, and none was found: install a CUDA toolkit "
-            'and set CUDA_HOME, or install it as a package: pip install "flash_qla_tl[nvcc]"'
-        ) from error
+    # TileLang reads from a cache that it may not write to, but fails where it would add a kernel.
+    warnings.warn(
+        f"TILELANG_CACHE_DIR={env.TILELANG_CACHE_DIR} cannot be written to: a kernel is compiled for this process only",
+        ReadOnlyCache,
+        stacklevel=2,
+    )
+    env.disable_cache()
+    try:
+        return build(*args)
+    finally:
+        env.enable_cache()

@@ -16,7 +16,9 @@ def advance(s: T.Ref, phase: T.Ref, stages):
 
 
 @T.macro
-def find_sequence(i_n: T.Ref, bos: T.Ref, eos: T.Ref, cu_seqlens, cu_stride, slot, tokens, num_tokens, num_seqs, search_steps):
+def find_sequence(
+    i_n: T.Ref, bos: T.Ref, eos: T.Ref, cu_seqlens, cu_stride, slot, tokens, num_tokens, num_seqs, search_steps
+):
     """The sequence of a slot of `tokens` tokens, and its bounds, where sequence n has the slots from cu_seqlens[n] // tokens + n on.
 
     i_n comes as 0, or, with no step to search, as the sequence itself. The contents of cu_seqlens are the caller's: whatever they

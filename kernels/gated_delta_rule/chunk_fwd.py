@@ -34,7 +34,7 @@ import torch
 
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS, device_source
 from flash_qla_tl.kernels.common.state_pool import read_slots, slot_arguments, state_arguments
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms, on_device
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name, num_sms, on_device
 from flash_qla_tl.kernels.common.tensors import address, readable, state_rows, tma_ready
 from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state, store_state, store_state_as
 from flash_qla_tl.kernels.gated_delta_rule.chunk_intra import chunk_intra, cu_stride
@@ -91,9 +91,7 @@ def pick_config(
     that gains more than the states before the segments may cost.
     """
     rows = (64,) if V == 64 or emit else (64, 128)
-    best, VR, chunks = min(
-        (_whole_us(lengths, HV * V // VR, VR, num_sms), VR, max(lengths.longest, 1)) for VR in rows
-    )
+    best, VR, chunks = min((_whole_us(lengths, HV * V // VR, VR, num_sms), VR, max(lengths.longest, 1)) for VR in rows)
     for parts in range(2, MAX_PARTS + 1) if split else ():
         c = -(-lengths.longest // parts)
         exact = EXACT_US * (lengths.total * HV * (K + V) / 64 / num_sms + c)
@@ -216,7 +214,16 @@ def build(config: Config):
                     i_n = i_g
                 cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
                 find_sequence(
-                    i_n, bos, eos, cu_seqlens, cu_stride, i_g, segment_chunks * CHUNK, num_tokens, num_seqs, search_steps
+                    i_n,
+                    bos,
+                    eos,
+                    cu_seqlens,
+                    cu_stride,
+                    i_g,
+                    segment_chunks * CHUNK,
+                    num_tokens,
+                    num_seqs,
+                    search_steps,
                 )
                 i_s = i_g - T.truncdiv(bos, segment_chunks * CHUNK) - i_n
             else:
@@ -376,8 +383,7 @@ def build(config: Config):
                                     row = r * 4 + lane // 8
                                     if row < valid:
                                         tail = T.make_tensor_from_addr(
-                                            o_address
-                                            + (((row0 + i * CHUNK + row) * HV + i_hv) * V + v0 + wo * 64) * 2,
+                                            o_address + (((row0 + i * CHUNK + row) * HV + i_hv) * V + v0 + wo * 64) * 2,
                                             (64,),
                                             dtype,
                                         )
@@ -390,7 +396,9 @@ def build(config: Config):
                     # P^T's part below its diagonal is written once.
                     for i in T.serial(STAGES * CHUNK * CHUNK // 256):
                         for j in T.vectorized(8):
-                            p_s[i // (CHUNK // 4), i % (CHUNK // 4) * 4 + lane // 8, lane % 8 * 8 + j] = T.cast(0.0, dtype)
+                            p_s[i // (CHUNK // 4), i % (CHUNK // 4) * 4 + lane // 8, lane % 8 * 8 + j] = T.cast(
+                                0.0, dtype
+                            )
                     T.sync_warp()
                     for _ in T.serial(num_chunks):
                         T.barrier_wait(loaded[s], phase)
@@ -494,7 +502,9 @@ def chunk_fwd(
     config, segment_chunks = pick_config(K, V, dtype_name(q), HV, lengths, num_sms(device), output_h, auto_cp)
     split = segment_chunks < slots_per_row
     segments_per_row = -(-slots_per_row // segment_chunks)
-    segments = B * segments_per_row if cu_seqlens is None else num_tokens // (segment_chunks * CHUNK) + N if split else N
+    segments = (
+        B * segments_per_row if cu_seqlens is None else num_tokens // (segment_chunks * CHUNK) + N if split else N
+    )
     starts = None
     out = tma_ready(o) if o.is_contiguous() else torch.empty_like(o, memory_format=torch.contiguous_format)
     with on_device(device):
@@ -536,8 +546,7 @@ def chunk_fwd(
 @functools.lru_cache
 def _kernel(config: Config):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    with compiling():
-        return build(config)
+    return compiled(build, config)
 
 
 def _chunk_offsets(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:

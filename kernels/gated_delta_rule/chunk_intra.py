@@ -31,7 +31,7 @@ import torch
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import LN2, NUM_FACTORS, ROWS, TABLE, write_factors, write_gates
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name, num_sms
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name, num_sms
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address
 from flash_qla_tl.kernels.common.walk import find_sequence
 
@@ -200,7 +200,8 @@ def build(K: int, dtype: str):
                             ),
                             g_type,
                             g_stride_t * g_bytes,
-                            beta_address + (i_b * beta_stride_b + t0 * beta_stride_t + i_hv * beta_stride_h) * beta_bytes,
+                            beta_address
+                            + (i_b * beta_stride_b + t0 * beta_stride_t + i_hv * beta_stride_h) * beta_bytes,
                             beta_type,
                             beta_stride_t * beta_bytes,
                             valid,
@@ -238,7 +239,9 @@ def build(K: int, dtype: str):
                         T.sync_warp()
                         if part == 0:
                             reach = T.alloc_var(accum)
-                            reach = T.call_extern(accum, "qla_reach", T.address_of(own[warp, 0]), T.address_of(stage[0, 0, 0]), lane)
+                            reach = T.call_extern(
+                                accum, "qla_reach", T.address_of(own[warp, 0]), T.address_of(stage[0, 0, 0]), lane
+                            )
                             write_factors(own, warp, factors, slot, i_hv, norm_k, scale_q, reach, lane)
                             if g_cumsum_address != 0:
                                 g_cumsum = T.make_tensor_from_addr(g_cumsum_address, (1 << 60,), accum)
@@ -267,8 +270,7 @@ def build(K: int, dtype: str):
 @functools.lru_cache
 def _kernel(K: int, dtype: str):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    with compiling():
-        return build(K, dtype)
+    return compiled(build, K, dtype)
 
 
 def heads_per_cta(group: int, chunk_heads: int, num_sms: int) -> int:

@@ -13,7 +13,7 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling, dtype_name
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name
 from flash_qla_tl.kernels.common.tensors import address
 from flash_qla_tl.kernels.gated_delta_rule import segment_states
 
@@ -93,8 +93,7 @@ def build(K: int, dtype: str):
 @functools.lru_cache
 def _kernel(K: int, dtype: str):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    with compiling():
-        return build(K, dtype)
+    return compiled(build, K, dtype)
 
 
 def segment_starts(

@@ -29,7 +29,7 @@ import tilelang.language as T
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiling
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled
 from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state, store_state
 
 STAGES = 3
@@ -116,7 +116,16 @@ def build(K: int, dtype: str):
             if cu_address != 0:
                 cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
                 find_sequence(
-                    i_n, bos, eos, cu_seqlens, cu_stride, i_g, segment_chunks * CHUNK, num_tokens, num_seqs, search_steps
+                    i_n,
+                    bos,
+                    eos,
+                    cu_seqlens,
+                    cu_stride,
+                    i_g,
+                    segment_chunks * CHUNK,
+                    num_tokens,
+                    num_seqs,
+                    search_steps,
                 )
                 i_s = i_g - T.truncdiv(bos, segment_chunks * CHUNK) - i_n
             else:
@@ -256,5 +265,4 @@ def build(K: int, dtype: str):
 @functools.lru_cache
 def kernel(K: int, dtype: str):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    with compiling():
-        return build(K, dtype)
+    return compiled(build, K, dtype)
