@@ -121,6 +121,21 @@ def kda(
         _shape("out", out, "B, T, HV, V", [B, T, HV, V])
 
 
+def cu_seqlens_global(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> None:
+    """Check the boundaries of all sequences of a process group; errors as for :func:`gated_delta_rule`."""
+    for name, x in (("cu_seqlens_global", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+        if x is not None:
+            _tensor(name, x, INTEGERS, None)
+            if x.ndim != 1 or len(x) < 2:
+                raise ValueError(f"{name} must have shape [N+1] with N at least 1, got {list(x.shape)}")
+    if cu_seqlens_cpu is None:
+        return _boundaries("cu_seqlens_global", cu_seqlens)
+    if not cu_seqlens_cpu.is_cpu:
+        raise ValueError(f"cu_seqlens_cpu must be on device cpu, got {cu_seqlens_cpu.device}")
+    _shape("cu_seqlens_cpu", cu_seqlens_cpu, "N+1", [len(cu_seqlens)])
+    return _boundaries("cu_seqlens_cpu", cu_seqlens_cpu)
+
+
 def _options(
     scale: float | None, chunk_size: int, backend: str, allow_neg_eigval: bool, use_beta_sigmoid_in_kernel: bool
 ) -> None:
@@ -236,14 +251,14 @@ def _cu_seqlens(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, q: Tensor) ->
             )
 
 
-def _boundaries(name: str, cu_seqlens: Tensor, T: int) -> None:
+def _boundaries(name: str, cu_seqlens: Tensor, T: int | None = None) -> None:
     values = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
     for i, (bos, eos) in enumerate(zip(values, values[1:], strict=False)):
         if eos < bos:
             raise ValueError(f"{name} must not decrease, got {bos} then {eos} at {i + 1}")
-    if values[-1] > T:
+    if T is not None and values[-1] > T:
         raise ValueError(f"{name} must end at most at T = {T}, got {values[-1]}")
 
 
