@@ -274,7 +274,8 @@ def _exchange(context: CPContext, N: Tensor | None, M: Tensor | None, like: Tens
 def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """``x`` of every rank, ``[W, ...]``."""
     gathered = x.new_empty(dist.get_world_size(group), *x.shape)
-    dist.all_gather_into_tensor(gathered, x, group=group)
+    # One after the other along the first axis: the form of the output that every backend takes.
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), x, group=group)
     return gathered
 
 

@@ -154,9 +154,9 @@ PUBLIC_ONLY = {
     ),
     "head_first": (ValueError, {"head_first": True}, "head_first must be False (layout [B, T, H, K]), got True"),
     "cp_context": (
-        NotImplementedError,
+        TypeError,
         {"cp_context": object()},
-        "cp_context must be None: no context parallelism between GPUs",
+        "cp_context must be what build_cp_context returns, got object",
     ),
     "both layout names": (
         ValueError,

@@ -126,9 +126,9 @@ CHUNK_ONLY = {
         "lower_bound must be at least -5 and below 0 with safe_gate=True, got 0.0",
     ),
     "cp_context": (
-        NotImplementedError,
+        TypeError,
         {"cp_context": object()},
-        "cp_context must be None: no context parallelism between GPUs",
+        "cp_context must be what build_cp_context returns, got object",
     ),
     "both layout names": (
         ValueError,
