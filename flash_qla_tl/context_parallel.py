@@ -274,8 +274,9 @@ def _exchange(context: CPContext, N: Tensor | None, M: Tensor | None, like: Tens
 def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """``x`` of every rank, ``[W, ...]``."""
     gathered = x.new_empty(dist.get_world_size(group), *x.shape)
-    # One after the other along the first axis: the form of the output that every backend takes.
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), x, group=group)
+    # Before torch 2.13 under another name. One after the other along the first axis is the output that every backend takes.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered.flatten(0, 1), x, group=group)
     return gathered
 
 

@@ -4,6 +4,10 @@ Ranks are threads where that is enough, since they start at once and can be as m
 torch.distributed has tests with processes over gloo.
 """
 
+import os
+import re
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flash_qla_tl
 from flash_qla_tl import build_cp_context, chunk_gated_delta_rule, chunk_kda
 from flash_qla_tl.context_parallel import fold, of_rank
 from flash_qla_tl.testing import rel_l2
@@ -186,11 +191,6 @@ def test_around_emulated_kernels(operator, lengths, monkeypatch):
     check(operator, args, 4)
 
 
-def forward(operator, args, context, world_size):
-    with torch.no_grad():
-        return ranks.OPERATORS[operator][0](**ranks.sliced(args, context, world_size), output_final_state=True)
-
-
 @pytest.mark.parametrize("operator", ranks.OPERATORS)
 def test_forward_on_emulated_kernels(operator, monkeypatch):
     """Without a gradient both operators run on their kernels, head dims of the transfer matrix included."""
@@ -198,10 +198,9 @@ def test_forward_on_emulated_kernels(operator, monkeypatch):
         module.install(monkeypatch)
     V = 64 if operator == "gdn" else 128
     args = ranks.make(operator, [1024], K=128, V=V, dtype=BF16) | {"backend": "tilelang"}
-    results, _ = run(operator, args, 4, forward)
-    exact = ranks.whole(operator, ranks.moved(args, dtype=FP64) | {"backend": "torch"}, 4)
-    assert rel_l2(torch.cat([o for o, _ in results], 1), exact["o"]) < ranks.CAP
-    assert rel_l2(torch.cat([ht for _, ht in results]), exact["ht"]) < ranks.CAP
+    parts, _ = run(operator, args, 4, ranks.forward_on_rank)
+    monkeypatch.undo()
+    ranks.compare(operator, args | {"backend": "auto"}, parts)
 
 
 # The contract.
@@ -212,7 +211,7 @@ def test_what_travels():
     pair, state = (2, 16, 8 + 16), (2, 16, 8)
     for lengths, world_size, shape in (([240], 4, pair), ([60, 120, 60], 4, state), ([240], 2, state)):
         assert check("gdn", ranks.make("gdn", lengths), world_size) == [[shape] * 2] * world_size
-        _, shapes = run("gdn", ranks.make("gdn", lengths), world_size, forward)
+        _, shapes = run("gdn", ranks.make("gdn", lengths), world_size, ranks.forward_on_rank)
         assert shapes == [[shape]] * world_size
     for lengths, world_size in (([60] * 4, 4), ([240], 1)):
         assert check("gdn", ranks.make("gdn", lengths), world_size) == [[]] * world_size
@@ -432,30 +431,29 @@ def in_processes(folder, world_size, function, *args, timeout=120):
 def test_gloo(world_size, tmp_path):
     names = LENGTHS if world_size == 2 else ("one", "begins and ends within")
     given = [(operator, LENGTHS[name], {}) for name in names for operator in ranks.OPERATORS]
-    given += [
-        ("gdn", [240], {"inside": True}),
-        ("kda", [300, 60], {"dtype": BF16, "fla": True}),
-        ("gdn", [240], {"fla": True}),
-    ]
+    given += [("gdn", [240], {"inside": True}), ("gdn", [240], {}, "fla")]
+    given += [("kda", [240], {"dtype": BF16}, "fla", "forward")]
     in_processes(tmp_path, world_size, ranks.cases, given, "cpu")
 
 
-@pytest.mark.gpu
-def test_gloo_with_two_on_one_gpu(tmp_path):
-    """On the kernels. A short piece and a long one, several, both head dims; KDA's gradients, which are torch's."""
-    big = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": BF16}
-    given = [("gdn", lengths, big) for lengths in ([4096], [1000, 3000, 96], [2048, 2048])]
-    given += [("gdn", [2048], {**big, "V": 64, "state_v_first": True}), ("gdn", [2048], {**big, "inside": True})]
-    given += [("gdn", [2048], {**big, "dtype": torch.float16, "fla": True}), ("kda", [1000, 1048], big)]
-    in_processes(tmp_path, 2, ranks.cases, given, "cuda", timeout=300)
+BIG = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": BF16}
 
 
 @pytest.mark.gpu
-def test_gloo_with_four_on_one_gpu(tmp_path):
-    """States that pass through a rank."""
-    big = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": BF16}
-    given = [("gdn", [4096], big), ("gdn", [100, 3900, 96], {**big, "V": 64}), ("kda", [2048], big)]
-    in_processes(tmp_path, 4, ranks.cases, given, "cuda", timeout=300)
+@pytest.mark.parametrize(
+    "world_size, given",
+    [
+        pytest.param(2, [("gdn", lengths, BIG) for lengths in ([4096], [1000, 3000, 96], [2048, 2048])], id="two"),
+        # M is made with a V of K.
+        pytest.param(4, [("gdn", [4096], BIG), ("gdn", [100, 3900, 96], {**BIG, "V": 64})], id="four"),
+        pytest.param(4, [("gdn", [2048], {**BIG, "inside": True}), ("gdn", [2048], BIG, "forward")], id="inside"),
+        pytest.param(4, [("gdn", [2048], {**BIG, "dtype": torch.float16, "state_v_first": True}, "fla")], id="fp16"),
+        pytest.param(4, [("kda", [100, 3996], BIG, "forward"), ("kda", [1024], BIG)], id="kda"),
+    ],
+)
+def test_gloo_on_one_gpu(world_size, given, tmp_path):
+    """The kernels; but gradients of Kimi Delta Attention, which are torch's."""
+    in_processes(tmp_path, world_size, ranks.cases, given, "cuda")
 
 
 @pytest.mark.parametrize("how", ["raises", "does nothing"])
@@ -471,3 +469,22 @@ def test_a_rank_that_fails_fails_all(how, tmp_path):
         assert failed[1] == "ValueError: what went wrong"
     else:
         assert failed[0].startswith(("RuntimeError", "DistBackendError")), failed
+
+
+def test_documented_step(tmp_path):
+    """The example of the documentation prints the same on one rank and on two."""
+    (snippet,) = re.findall(
+        r"^```python\n(.*?)^```", (DOCS / "sequence_parallel.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "train.py").write_text(snippet)
+    paths = [str(Path(flash_qla_tl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    printed = []
+    for number in (1, 2):
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), "train.py"]
+        done = subprocess.run(
+            [sys.executable, *launch], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(re.findall(r"^step \d: loss \d+\.\d+$", done.stdout, re.MULTILINE))
+    assert printed[0] == printed[1] and len(set(printed[0])) == 3
