@@ -9,12 +9,14 @@ __version__ = "0.1.0"
 if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
+from flash_qla_tl.context_parallel import build_cp_context
 from flash_qla_tl.gated_delta_rule import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 from flash_qla_tl.integrations.fla import disable_fla, enable_fla
 from flash_qla_tl.kda import chunk_kda, get_workspace_size, kda_fwd
 
 __all__ = [
     "__version__",
+    "build_cp_context",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",

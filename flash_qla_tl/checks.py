@@ -131,20 +131,37 @@ def kda(
     _out(out, q, [B, T, HV, V])
 
 
-def inference_only(inputs: tuple[Tensor | None, ...], **given: object) -> None:
-    """Refuse arguments of inference where a gradient would be needed, and where torch.compile traces.
+def inference_only(inputs: tuple[Tensor | None, ...], context: object, **given: object) -> None:
+    """Refuse arguments of inference where a gradient would be needed, with a cp_context, and where torch.compile traces.
 
     Raises:
         NotImplementedError: under torch.compile.
-        ValueError: an input requires a gradient.
+        ValueError: an input requires a gradient, or there is a context.
     """
     names = [name for name, x in given.items() if x is not None and x is not False]
     if not names:
         return
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"torch.compile does not take {names[0]}: call it outside of what is compiled")
+    if context is not None:
+        raise ValueError(f"{names[0]} must not be given with cp_context")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise ValueError(f"{names[0]} must not be given where an input requires a gradient: there is none through it")
+
+
+def cu_seqlens_global(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> None:
+    """Check the boundaries of all sequences of a process group; errors as for :func:`gated_delta_rule`."""
+    for name, x in (("cu_seqlens_global", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+        if x is not None:
+            _tensor(name, x, INTEGERS, None)
+            if x.ndim != 1 or len(x) < 2:
+                raise ValueError(f"{name} must have shape [N+1] with N at least 1, got {list(x.shape)}")
+    if cu_seqlens_cpu is None:
+        return _boundaries("cu_seqlens_global", cu_seqlens)
+    if not cu_seqlens_cpu.is_cpu:
+        raise ValueError(f"cu_seqlens_cpu must be on device cpu, got {cu_seqlens_cpu.device}")
+    _shape("cu_seqlens_cpu", cu_seqlens_cpu, "N+1", [len(cu_seqlens)])
+    return _boundaries("cu_seqlens_cpu", cu_seqlens_cpu)
 
 
 def _options(
@@ -324,14 +341,14 @@ def _readable(x: Tensor) -> bool:
     return x.is_cpu or os.environ.get("FLASH_QLA_TL_CHECK") == "1"
 
 
-def _boundaries(name: str, cu_seqlens: Tensor, T: int) -> None:
+def _boundaries(name: str, cu_seqlens: Tensor, T: int | None = None) -> None:
     values = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
     for i, (bos, eos) in enumerate(zip(values, values[1:], strict=False)):
         if eos < bos:
             raise ValueError(f"{name} must not decrease, got {bos} then {eos} at {i + 1}")
-    if values[-1] > T:
+    if T is not None and values[-1] > T:
         raise ValueError(f"{name} must end at most at T = {T}, got {values[-1]}")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_qla_tl import checks, custom_ops
+from flash_qla_tl import checks, context_parallel, custom_ops
 from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
 from flash_qla_tl.kernels.common import target
 from flash_qla_tl.kernels.common.state_pool import read_slots, write_slots
@@ -119,9 +119,16 @@ def chunk_gated_delta_rule(
             ``dt_bias`` None means 0.
         use_beta_sigmoid_in_kernel: the write strength is ``sigmoid(beta)``.
         allow_neg_eigval: ... times 2.
-        auto_cp: let long sequences be split where that is faster; no effect on the torch path.
+        auto_cp: let long sequences be split into segments that run at the same time, where that is faster. Exact
+            but for rounding, which then depends on what else is in the call; with False a sequence's result does
+            not, bit for bit. No effect on the torch path.
         chunk_size: 64.
-        cp_context: not available.
+        cp_context: of :func:`flash_qla_tl.build_cp_context` (FLA's, of its contiguous layout, is
+            taken too): the arguments are this rank's slice of sequences that lie on several, with
+            the ``cu_seqlens`` of the context, ``N`` being the pieces of sequences that lie here.
+            Of a sequence that comes from the rank before, the row of ``initial_state`` is not
+            read; of one that goes on to the next, the final state is that at the end of the slice.
+            Every rank makes the call, and the backward if one does. docs/sequence_parallel.md.
         head_first: not available; the layout is ``[B, T, H, ...]``.
         transpose_state_layout: deprecated name of ``state_v_first``.
         backend: "auto" runs the kernels where they apply (Hopper, bf16 or fp16, K and V of 64 or
@@ -139,13 +146,14 @@ def chunk_gated_delta_rule(
 
     Raises:
         TypeError, ValueError: an argument does not fit; see the message.
-        NotImplementedError: ``cp_context`` was given, or an argument of inference under torch.compile.
+        NotImplementedError: an argument of inference under torch.compile.
     """
     if head_first:
         raise ValueError("head_first must be False (layout [B, T, H, K]), got True")
-    if cp_context is not None:
-        raise NotImplementedError("cp_context must be None: no context parallelism between GPUs")
     state_v_first = state_layout(state_v_first, transpose_state_layout)
+    context = context_parallel.accept(cp_context, q, cu_seqlens, cu_seqlens_cpu)
+    if context is not None:
+        cu_seqlens, cu_seqlens_cpu = context.cu_seqlens, context.cu_seqlens_cpu
     checks.gated_delta_rule(
         q,
         k,
@@ -176,11 +184,36 @@ def chunk_gated_delta_rule(
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     checks.inference_only(
         inputs,
+        context,
         initial_state_indices=initial_state_indices,
         inplace_final_state=inplace_final_state,
         out=out,
         return_intermediate_states=return_intermediate_states,
     )
+    if context is not None:
+        return context_parallel.run(
+            context,
+            chunk_gated_delta_rule,
+            {
+                "q": q,
+                "k": k,
+                "v": v,
+                "g": g,
+                "beta": beta,
+                "scale": scale,
+                "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+                "use_gate_in_kernel": use_gate_in_kernel,
+                "A_log": A_log,
+                "dt_bias": dt_bias,
+                "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+                "allow_neg_eigval": allow_neg_eigval,
+                "auto_cp": auto_cp,
+                "backend": backend,
+            },
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+        )
     if torch.compiler.is_compiling():
         return _op(
             q=q,
@@ -227,6 +260,7 @@ def chunk_gated_delta_rule(
             o=out,
             output_h=return_intermediate_states,
             num_chunks=num_chunks,
+            auto_cp=auto_cp,
             use_qk_l2norm=use_qk_l2norm_in_kernel,
             A_log=A_log,
             dt_bias=dt_bias,
@@ -240,6 +274,7 @@ def chunk_gated_delta_rule(
             scale,
             output_final_state,
             state_v_first,
+            auto_cp,
             use_qk_l2norm_in_kernel,
             (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0,
         )
@@ -348,6 +383,7 @@ def chunk_gated_delta_rule_fwd(
             output_A=True,
             output_h=output_h,
             num_chunks=num_chunks,
+            auto_cp=auto_cp,
         )
         return ChunkGatedDeltaRuleFwd(out.g_cumsum, out.A, out.o, out.h, out.ht)
 
@@ -448,6 +484,7 @@ class _Options(NamedTuple):
     scale: float
     output_final_state: bool
     state_v_first: bool
+    auto_cp: bool
     use_qk_l2norm: bool
     beta_range: float  # the factor of beta's sigmoid, 0 for none
 
@@ -476,6 +513,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
             output_final_state=options.output_final_state,
             state_v_first=options.state_v_first,
             output_A=True,
+            auto_cp=options.auto_cp,
             A_log=A_log,
             dt_bias=dt_bias,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_qla_tl import checks, custom_ops
+from flash_qla_tl import checks, context_parallel, custom_ops
 from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
 from flash_qla_tl.kernels.common import target
 from flash_qla_tl.kernels.common.state_pool import read_slots, same_memory, write_slots
@@ -102,7 +102,12 @@ def chunk_kda(
             sequences share a slot, which of their states it holds in the end is not determined, nor, on a GPU,
             whether one of them starts from what the other wrote; sharing slots that are only read is fine.
         out: ``[B, T, HV, V]`` in the dtype of q, any strides: filled with ``o`` and returned for it.
-        cp_context: not available.
+        cp_context: of :func:`flash_qla_tl.build_cp_context` (FLA's, of its contiguous layout, is
+            taken too): the arguments are this rank's slice of sequences that lie on several, with
+            the ``cu_seqlens`` of the context, ``N`` being the pieces of sequences that lie here.
+            Of a sequence that comes from the rank before, the row of ``initial_state`` is not
+            read; of one that goes on to the next, the final state is that at the end of the slice.
+            Every rank makes the call, and the backward if one does. docs/sequence_parallel.md.
         chunk_size: 64.
         transpose_state_layout: deprecated name of ``state_v_first``.
         disable_recompute: accepted and not needed.
@@ -124,11 +129,12 @@ def chunk_kda(
 
     Raises:
         TypeError, ValueError: an argument does not fit; see the message.
-        NotImplementedError: ``cp_context`` was given, or an argument of inference under torch.compile.
+        NotImplementedError: an argument of inference under torch.compile.
     """
-    if cp_context is not None:
-        raise NotImplementedError("cp_context must be None: no context parallelism between GPUs")
     state_v_first = state_layout(state_v_first, transpose_state_layout)
+    context = context_parallel.accept(cp_context, q, cu_seqlens, cu_seqlens_cpu)
+    if context is not None:
+        cu_seqlens, cu_seqlens_cpu = context.cu_seqlens, context.cu_seqlens_cpu
     checks.kda(
         q,
         k,
@@ -160,7 +166,7 @@ def chunk_kda(
         A_log = dt_bias = None
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     checks.inference_only(
-        inputs, initial_state_indices=initial_state_indices, inplace_final_state=inplace_final_state, out=out
+        inputs, context, initial_state_indices=initial_state_indices, inplace_final_state=inplace_final_state, out=out
     )
     num_chunks = None
     if return_intermediate_states and cu_seqlens_cpu is not None:
@@ -174,6 +180,16 @@ def chunk_kda(
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
         "allow_neg_eigval": allow_neg_eigval,
     }
+    if context is not None:
+        return context_parallel.run(
+            context,
+            chunk_kda,
+            {"q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": scale, "backend": backend, **activations},
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            return_intermediate_states=return_intermediate_states,
+        )
     if torch.compiler.is_compiling() and not return_intermediate_states:
         return _op(
             q=q,

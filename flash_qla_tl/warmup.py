@@ -50,8 +50,15 @@ class Result(NamedTuple):
 
 def variants() -> list[Variant]:
     """Every variant that a call can reach, the slowest to compile first."""
-    from flash_qla_tl.kernels.gated_delta_rule import activations, chunk_bwd, chunk_fwd, chunk_intra, chunk_states
-    from flash_qla_tl.kernels.gated_delta_rule import segment_starts, segment_states
+    from flash_qla_tl.kernels.gated_delta_rule import (
+        activations,
+        chunk_bwd,
+        chunk_fwd,
+        chunk_intra,
+        chunk_states,
+        segment_starts,
+        segment_states,
+    )
     from flash_qla_tl.kernels.kda import prepare, state_loop
 
     found = []

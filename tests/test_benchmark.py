@@ -1,14 +1,19 @@
 """The benchmark where it needs no GPU: workloads, floors, rows, tables, regressions, a smoke run."""
 
+import itertools
 import json
 import sys
+from pathlib import Path
 
+import bench_cp
 import bench_gated_delta_rule as bench
 import bench_kda
 import pytest
 import report
 import torch
 from shapes import KDA, PREFILL, SETS, TRAINING, Shape, random_lengths, shapes
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -185,3 +190,36 @@ def test_smoke_of_kda(tmp_path, monkeypatch, capsys):
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r["mode"] for r in rows] == ["kda_fwd"] * 2
     assert all(0 < r["error"]["ours"] < bench_kda.LIMIT for r in rows)
+
+
+def test_bytes_between_ranks():
+    assert bench_cp.pair_bytes(2, 16, 8, 2) == 4 * 2 * 16 * (8 + 16)
+    assert bench_cp.pair_bytes(2, 16, 8, 1) == 4 * 2 * 16 * 8 and bench_cp.pair_bytes(2, 16, 8, 0) == 0
+
+
+def test_model_of_ranks():
+    """One rank alone has its own work; more tokens cost more work, more ranks more of the rest."""
+    for mode in bench_cp.LOCAL_MS:
+        one, eight, many = (bench_cp.model(ranks, 32768, mode) for ranks in (1, 8, 64))
+        assert sum(one.values()) == one["local"] == bench_cp.LOCAL_MS[mode]
+        assert all(eight[x] < many[x] for x in ("all-gather", "fold")) and eight["pair"] == many["pair"]
+        assert bench_cp.model(8, 65536, mode)["pair"] == 2 * eight["pair"]
+
+
+def test_documented_model():
+    documented = (DOCS / "sequence_parallel.md").read_text()
+    for mode, ranks, tokens in itertools.product(bench_cp.LOCAL_MS, (8, 64), (8192, 32768, 131072)):
+        parts = bench_cp.model(ranks, tokens, mode).values()
+        assert f"| {mode} | {ranks} | {tokens} | {' | '.join(f'{x:.2f}' for x in (*parts, sum(parts)))} |" in documented
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a run on the CPU")
+def test_smoke_run_over_ranks(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "rows.jsonl"
+    sizes = ["--ranks", "2", "--tokens", "80", "--heads", "1", "2", "--head-dim", "16", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench_cp.py", *sizes, "--out", str(out)])
+    assert bench_cp.main() == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["mode"] for row in rows] == ["forward", "training"] and all(row["ms"] > 0 for row in rows)
+    assert rows[0]["MiB received"] * 2**20 == bench_cp.pair_bytes(2, 16, 16, 1)
+    assert "exchange ms" in capsys.readouterr().out

@@ -153,11 +153,7 @@ PUBLIC_ONLY = {
         "dt_bias must have shape [HV] = [4], got [4, 16]",
     ),
     "head_first": (ValueError, {"head_first": True}, "head_first must be False (layout [B, T, H, K]), got True"),
-    "cp_context": (
-        NotImplementedError,
-        {"cp_context": object()},
-        "cp_context must be None: no context parallelism between GPUs",
-    ),
+    "cp_context": (TypeError, {"cp_context": object()}, "cp_context must be what build_cp_context returns, got object"),
     "both layout names": (
         ValueError,
         {"state_v_first": True, "transpose_state_layout": True},

@@ -136,7 +136,7 @@ def test_l2norm_inside_and_gradients():
 def test_what_does_not_apply():
     q, k, v, g, beta, h0, cu = case(packed=True)
     g_cumsum, A, o, *_ = flash_qla.chunk_gated_delta_rule_fwd(q, k, v, g, beta, None, h0, cu)
-    with pytest.raises(NotImplementedError, match="cp_context must be None"):
+    with pytest.raises(TypeError, match="cp_context must be what build_cp_context returns"):
         flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu, cp_context=object())
     with pytest.raises(NotImplementedError, match="cp_context must be None"):
         flash_qla.chunk_gated_delta_rule_fwd(q, k, v, g, beta, cu_seqlens=cu, cp_context=object())

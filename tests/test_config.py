@@ -12,8 +12,9 @@ from flash_qla_tl.kernels.kda import prepare, state_loop  # noqa: E402
 SMS = 132
 
 
-def pick(heads, K=128, V=128, dtype="bfloat16", num_sms=SMS, emit=False):
-    return chunk_fwd.pick_config(K, V, dtype, heads, num_sms, emit)
+def pick(heads, K=128, V=128, dtype="bfloat16", num_sms=SMS, emit=False, chunks=32, split=False, rows=1, total=None):
+    lengths = chunk_fwd.Lengths(rows, total or rows * chunks, chunks)
+    return chunk_fwd.pick_config(K, V, dtype, heads, lengths, num_sms, emit, split)
 
 
 def test_every_pick_is_compiled():
@@ -26,15 +27,18 @@ def test_every_pick_is_compiled():
         (78, 114, 132),
         (False, True),
     ):
-        assert pick(heads, K, V, dtype, num_sms, emit) in compiled
+        for chunks, split in itertools.product((0, 1, 8, 100, 10000), (False, True)):
+            config, segment = pick(heads, K, V, dtype, num_sms, emit, chunks, split)
+            assert config in compiled and segment >= 1
+            assert split or segment >= chunks
 
 
 def test_number_of_variants():
     """A server compiles them all: their number is a promise."""
-    numbers = {chunk_fwd: 20, chunk_states: 12, chunk_bwd: 8, prepare: 2, state_loop: 6}
+    numbers = {chunk_fwd: 12, chunk_states: 12, chunk_bwd: 8, prepare: 2, state_loop: 6}
     assert {kernel: len(set(kernel.configs())) for kernel in numbers} == numbers
-    # ... and chunk_intra and the two directions of activations for every head dim and dtype.
-    assert sum(numbers.values()) + 3 * 4 <= 60
+    # ... and chunk_intra, segment_states, segment_starts and the two directions of activations for every K and dtype.
+    assert sum(numbers.values()) + 5 * 4 <= 60
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,25 @@ def test_number_of_variants():
     ],
 )
 def test_split_of_a_head(heads, VR):
-    assert pick(heads).VR == VR
+    assert pick(heads)[0].VR == VR
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (dict(heads=8, chunks=512), 16),  # 8 of 132 SMs busy
+        (dict(heads=32, chunks=512), 4),
+        (dict(heads=32, chunks=128), 4),
+        (dict(heads=64, chunks=128), 1),  # halves of heads fill the card
+        (dict(heads=32, chunks=128, rows=4), 1),  # heads fill it
+        (dict(heads=32, chunks=8), 1),  # too short to gain
+        (dict(heads=64, chunks=512, rows=2, total=512), 8),  # two sequences, nobody knows of what length
+        (dict(heads=32, chunks=512, rows=16, total=512), 1),  # many of them
+    ],
+)
+def test_parts_of_a_sequence(options, parts):
+    _, segment = pick(split=True, **options)
+    assert -(-options["chunks"] // segment) == parts
 
 
 def test_registers_fit_the_register_file():

@@ -125,11 +125,7 @@ CHUNK_ONLY = {
         {"safe_gate": True, "lower_bound": 0.0},
         "lower_bound must be at least -5 and below 0 with safe_gate=True, got 0.0",
     ),
-    "cp_context": (
-        NotImplementedError,
-        {"cp_context": object()},
-        "cp_context must be None: no context parallelism between GPUs",
-    ),
+    "cp_context": (TypeError, {"cp_context": object()}, "cp_context must be what build_cp_context returns, got object"),
     "both layout names": (
         ValueError,
         {"state_v_first": True, "transpose_state_layout": True},

@@ -47,6 +47,7 @@ def test_public_names():
 
     assert set(flash_qla_tl.__all__) == {
         "__version__",
+        "build_cp_context",
         "chunk_gated_delta_rule",
         "chunk_gated_delta_rule_bwd",
         "chunk_gated_delta_rule_fwd",

@@ -168,7 +168,8 @@ def _common_refusal(given: dict, taken: set[str]) -> str | None:
     if unknown := given.keys() - taken:
         return f"the kernels have no argument {', '.join(sorted(unknown))}"
     if given.get("cp_context") is not None:
-        return "cp_context must be None: no context parallelism between GPUs"
+        # All ranks must have the same do it, and each is asked for itself.
+        return "cp_context must be None: flash_qla_tl's own functions take it"
     if given["g"] is None:
         return "g must be a tensor, got None"
     return None

@@ -16,21 +16,26 @@ def advance(s: T.Ref, phase: T.Ref, stages):
 
 
 @T.macro
+def bounds_of(i_n, bos: T.Ref, eos: T.Ref, cu_seqlens, cu_stride, num_tokens):
+    """Where sequence i_n begins and ends. The contents of cu_seqlens are the caller's: whatever they are, in [0, num_tokens]."""
+    bos = T.min(T.max(cu_seqlens[i_n * cu_stride], 0), num_tokens)
+    eos = T.min(T.max(cu_seqlens[(i_n + 1) * cu_stride], bos), num_tokens)  # noqa: F841 (it is the caller's)
+
+
+@T.macro
 def find_sequence(
     i_n: T.Ref, bos: T.Ref, eos: T.Ref, cu_seqlens, cu_stride, slot, tokens, num_tokens, num_seqs, search_steps
 ):
     """The sequence of a slot of `tokens` tokens, and its bounds, where sequence n has the slots from cu_seqlens[n] // tokens + n on.
 
-    i_n comes as 0, or, with no step to search, as the sequence itself. The contents of cu_seqlens are the caller's: whatever they
-    are, the bounds are in [0, num_tokens].
+    i_n comes as 0, or, with no step to search, as the sequence itself.
     """
     for r in T.serial(search_steps):
         later = i_n + (1 << (search_steps - 1 - r))
         if later < num_seqs:
             if T.min(T.max(cu_seqlens[later * cu_stride], 0), num_tokens) // tokens + later <= slot:
                 i_n = later
-    bos = T.min(T.max(cu_seqlens[i_n * cu_stride], 0), num_tokens)
-    eos = T.min(T.max(cu_seqlens[(i_n + 1) * cu_stride], bos), num_tokens)
+    bounds_of(i_n, bos, eos, cu_seqlens, cu_stride, num_tokens)
 
 
 @T.macro

@@ -43,6 +43,8 @@ from flash_qla_tl.kernels.gated_delta_rule.segment_starts import segment_starts
 STAGES = 3
 # A chunk's time on an H200 with all SMs busy, K = V = 128, by VR.
 STEP_US = {64: 1.2, 128: 1.9}
+# Before the first chunk of a segment, the state and the tiles being on their way.
+START_US = 3.0
 # Of the states before segments: the two launches, with the few chunks that heads which decay take; a chunk of heads which do not, a CTA
 # of two an SM; how much of that is counted. The shortest segment, and the most of a sequence.
 SPLIT_US, EXACT_US, EXACT_SHARE = 16.0, 0.7, 0.25
@@ -116,8 +118,8 @@ def _segments_us(lengths: Lengths, heads: int, VR: int, segment: int, num_sms: i
     """Of a walk in segments of so many chunks."""
     if lengths.total == lengths.longest * lengths.number:
         segments = lengths.number * -(-lengths.longest // segment)
-        return STEP_US[VR] * segment * -(-segments * heads // num_sms)
-    return STEP_US[VR] * (lengths.total * heads / num_sms + segment)
+        return (STEP_US[VR] * segment + START_US) * -(-segments * heads // num_sms)
+    return (STEP_US[VR] + START_US / segment) * (lengths.total * heads / num_sms + segment)
 
 
 def configs() -> list[Config]:

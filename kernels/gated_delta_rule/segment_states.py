@@ -30,7 +30,7 @@ import tilelang.language as T
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled
-from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state, store_state
+from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state
 
 STAGES = 3
 PRODUCER, THREADS = 128, 256

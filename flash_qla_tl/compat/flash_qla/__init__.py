@@ -8,7 +8,8 @@ TypeError, not AssertionError, and a ``scale`` of 0 is 0, not the default.
 
 Its splitting of long sequences within a GPU is a matter of speed: the arguments that steer it
 (``auto_cp``, ``enable_fwd_cp_cache``, ``force_intra_cp``, ``is_train``) are accepted and change no
-result. Its context parallelism between GPUs is not available.
+result. ``cp_context``, for sequences over several GPUs, is taken by :func:`chunk_gated_delta_rule` alone
+(docs/sequence_parallel.md).
 """
 
 from __future__ import annotations
@@ -147,4 +148,4 @@ def chunk_gated_delta_rule_bwd(
 
 def _between_gpus(cp_context: object) -> None:
     if cp_context is not None:
-        raise NotImplementedError("cp_context must be None: no context parallelism between GPUs")
+        raise NotImplementedError("cp_context must be None: it is taken by chunk_gated_delta_rule alone")
