@@ -45,9 +45,10 @@ STAGES = 3
 STEP_US = {64: 1.2, 128: 1.9}
 # Before the first chunk of a segment, the state and the tiles being on their way.
 START_US = 3.0
-# Of the states before segments: the two launches, with the few chunks that heads which decay take; a chunk of heads which do not, a CTA
-# of two an SM; how much of that is counted. The shortest segment, and the most of a sequence.
-SPLIT_US, EXACT_US, EXACT_SHARE = 16.0, 0.7, 0.25
+# Of the states before segments: the share of heads that is taken not to decay, all where lengths are not known; a chunk of these, by two CTAs on an SM at once; a segment
+# of them in segment_starts; the launches.
+EXACT_SHARE, EXACT_US, FOLD_US, SPLIT_US = 0.25, 1.7, 1.2, 6.0
+# The shortest segment, and the most of a sequence.
 MIN_SEGMENT, MAX_PARTS = 8, 32
 # c = a b^T and c += a b on the tensor cores, each warp with its 16 rows; and a function of chunk_tile.cuh.
 product = functools.partial(T.wgmma_gemm, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
@@ -67,6 +68,10 @@ class Lengths(NamedTuple):
     number: int
     total: int
     longest: int  # at most
+
+    @property
+    def equal(self) -> bool:
+        return self.total == self.longest * self.number
 
 
 @dataclass(frozen=True)
@@ -96,9 +101,10 @@ def pick_config(
     best, VR, chunks = min((_whole_us(lengths, HV * V // VR, VR, num_sms), VR, max(lengths.longest, 1)) for VR in rows)
     for parts in range(2, MAX_PARTS + 1) if split else ():
         c = -(-lengths.longest // parts)
-        exact = EXACT_US * (lengths.total * HV * (K + V) / 64 / num_sms + c)
+        blocks = (EXACT_SHARE if lengths.equal else 1) * HV * (K + V) / 64
+        before = EXACT_US * (c + lengths.total * blocks / 2 / num_sms) + FOLD_US * parts + SPLIT_US
         for x in rows if c >= MIN_SEGMENT else ():
-            us = _segments_us(lengths, HV * V // x, x, c, num_sms) + SPLIT_US + EXACT_SHARE * exact
+            us = _segments_us(lengths, HV * V // x, x, c, num_sms) + before
             if us < best:
                 best, VR, chunks = us, x, c
     return Config(K, VR, dtype, emit), chunks
@@ -108,7 +114,7 @@ def _whole_us(lengths: Lengths, heads: int, VR: int, num_sms: int) -> float:
     """Of a walk over whole sequences; heads: CTAs a sequence."""
     mean = -(-lengths.total // lengths.number)
     equal = STEP_US[VR] * mean * -(-lengths.number * heads // num_sms)
-    if lengths.total == lengths.longest * lengths.number:
+    if lengths.equal:
         return equal
     # Nobody knows: half way to where one is twice as long as the others and comes last.
     return (equal + STEP_US[VR] * (lengths.total * heads / num_sms + 2 * mean)) / 2
@@ -116,7 +122,7 @@ def _whole_us(lengths: Lengths, heads: int, VR: int, num_sms: int) -> float:
 
 def _segments_us(lengths: Lengths, heads: int, VR: int, segment: int, num_sms: int) -> float:
     """Of a walk in segments of so many chunks."""
-    if lengths.total == lengths.longest * lengths.number:
+    if lengths.equal:
         segments = lengths.number * -(-lengths.longest // segment)
         return (STEP_US[VR] * segment + START_US) * -(-segments * heads // num_sms)
     return (STEP_US[VR] + START_US / segment) * (lengths.total * heads / num_sms + segment)

@@ -15,9 +15,11 @@ import torch
 from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name
 from flash_qla_tl.kernels.common.tensors import address
+from flash_qla_tl.kernels.common.walk import advance, bounds_of
 from flash_qla_tl.kernels.gated_delta_rule import segment_states
 
-THREADS = 128
+THREADS, STAGES = 128, 2
+add_product = functools.partial(T.wgmma_gemm, clear_accum=False, policy=T.GemmWarpPolicy.FullRow)
 
 
 @tilelang.jit(
@@ -40,12 +42,14 @@ def build(K: int, dtype: str):
         segment_chunks: T.int32, segments_per_row: T.int32,
     ):  # fmt: skip
         with T.Kernel(num_seqs * HV * (V // 64), threads=THREADS) as i_x:
-            high_s = T.alloc_shared((K, K), dtype)
-            low_s = T.alloc_shared((K, K), dtype)
+            # The two halves of M^T, of two segments.
+            m_s = T.alloc_shared((2 * STAGES, K, K), dtype)
             S = T.alloc_fragment((64, K), accum)
             acc = T.alloc_fragment((64, K), accum)
             high = T.alloc_fragment((64, K), dtype)
             low = T.alloc_fragment((64, K), dtype)
+            loaded = T.alloc_barrier([1] * STAGES)
+            tx = T.get_thread_binding()
             i_n = T.alloc_var("int32")
             i_hv = T.alloc_var("int32")
             r0 = T.alloc_var("int32")
@@ -60,32 +64,54 @@ def build(K: int, dtype: str):
             count = segments_per_row
             if cu_address != 0:
                 cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
-                bos = T.min(T.max(cu_seqlens[i_n * cu_stride], 0), num_tokens)
-                eos = T.min(T.max(cu_seqlens[(i_n + 1) * cu_stride], bos), num_tokens)
+                bos = T.alloc_var("int32")
+                eos = T.alloc_var("int32")
+                bounds_of(i_n, bos, eos, cu_seqlens, cu_stride, num_tokens)
                 first = T.truncdiv(bos, segment_chunks * CHUNK) + i_n
                 count = T.truncdiv(eos - bos + segment_chunks * CHUNK - 1, segment_chunks * CHUNK)
             held = T.alloc_var("int32", init=0)  # S is the state before the last segment
-            for j in T.serial(2, count):
-                if exact[first + j, i_hv] != 0:
-                    if held == 0:
+            asked = T.alloc_var("int32", init=0)
+            stage = T.alloc_var("int32", init=0)
+            phase = T.alloc_var("int32", init=0)
+            for j in T.serial(1, count):
+                # The next segment's M comes while this one's is used: the stage's last user is the segment before.
+                if j + 1 < count:
+                    if exact[first + j + 1, i_hv] != 0:
+                        if tx < 32:
+                            for half in T.unroll(2):
+                                T.tma_copy(
+                                    transfers[first + j + 1, i_hv, half, 0:K, 0:K],
+                                    m_s[asked * 2 + half, :, :],
+                                    barrier=loaded[asked],
+                                )
+                            T.sync_warp()
+                            if tx == 0:
+                                T.barrier_arrive(loaded[asked])
+                        asked ^= 1
+                if j > 1:
+                    if exact[first + j, i_hv] != 0:
                         for a, b in T.Parallel(64, K):
-                            S[a, b] = starts[first + j - 1, i_hv, r0 + a, b]
-                    held = 1
-                    T.copy(S, high)
-                    for a, b in T.Parallel(64, K):
-                        low[a, b] = T.cast(S[a, b] - T.cast(high[a, b], accum), dtype)
-                    T.copy(transfers[first + j, i_hv, 0, 0:K, 0:K], high_s)
-                    T.copy(transfers[first + j, i_hv, 1, 0:K, 0:K], low_s)
-                    for a, b in T.Parallel(64, K):
-                        acc[a, b] = starts[first + j, i_hv, r0 + a, b]
-                    T.gemm(high, high_s, acc, policy=T.GemmWarpPolicy.FullRow)
-                    T.gemm(low, high_s, acc, policy=T.GemmWarpPolicy.FullRow)
-                    T.gemm(high, low_s, acc, policy=T.GemmWarpPolicy.FullRow)
-                    for a, b in T.Parallel(64, K):
-                        S[a, b] = acc[a, b]
-                        starts[first + j, i_hv, r0 + a, b] = acc[a, b]
-                else:
-                    held = 0
+                            acc[a, b] = starts[first + j, i_hv, r0 + a, b]
+                        if held == 0:
+                            for a, b in T.Parallel(64, K):
+                                S[a, b] = starts[first + j - 1, i_hv, r0 + a, b]
+                        held = 1
+                        T.copy(S, high)
+                        for a, b in T.Parallel(64, K):
+                            low[a, b] = T.cast(S[a, b] - T.cast(high[a, b], accum), dtype)
+                        T.barrier_wait(loaded[stage], phase)
+                        add_product(high, m_s[stage * 2, :, :], acc)
+                        add_product(low, m_s[stage * 2, :, :], acc)
+                        add_product(high, m_s[stage * 2 + 1, :, :], acc)
+                        T.wait_wgmma(0)
+                        advance(stage, phase, STAGES)
+                        for a, b in T.Parallel(64, K):
+                            S[a, b] = acc[a, b]
+                            starts[first + j, i_hv, r0 + a, b] = acc[a, b]
+                    else:
+                        held = 0
+                    # All have read the stage that is filled next.
+                    T.sync_threads()
 
     return gdn_segment_starts_kernel
 
