@@ -58,13 +58,13 @@ def test_split_of_a_head(heads, VR):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (dict(heads=8, chunks=512), 32),  # 8 of 132 SMs busy
-        (dict(heads=32, chunks=512), 16),
-        (dict(heads=32, chunks=128), 8),
+        (dict(heads=8, chunks=512), 16),  # 8 of 132 SMs busy
+        (dict(heads=32, chunks=512), 8),
+        (dict(heads=32, chunks=128), 4),
         (dict(heads=64, chunks=128), 1),  # halves of heads fill the card
         (dict(heads=32, chunks=128, rows=4), 1),  # heads fill it
         (dict(heads=32, chunks=8), 1),  # too short to gain
-        (dict(heads=8, chunks=512, rows=2, total=512), 32),  # two sequences, nobody knows of what length
+        (dict(heads=8, chunks=512, rows=2, total=512), 19),  # two sequences, nobody knows of what length
         (dict(heads=64, chunks=512, rows=2, total=512), 1),
         (dict(heads=32, chunks=512, rows=16, total=512), 1),  # many of them
     ],

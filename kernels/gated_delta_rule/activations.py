@@ -27,7 +27,7 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from flash_qla_tl.kernels.common.target import TARGET, compiled, dtype_name, on_device
+from flash_qla_tl.kernels.common.target import TARGET, dtype_name, launcher, on_device
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, readable
 
 THREADS = 256
@@ -334,7 +334,7 @@ def build_bwd(K: int, dtype: str):
 @functools.lru_cache
 def _kernel(backward: bool, K: int, dtype: str):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    return compiled(build_bwd if backward else build_fwd, K, dtype)
+    return launcher(build_bwd if backward else build_fwd, K, dtype)
 
 
 def activations_fwd(

@@ -39,7 +39,7 @@ import torch
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import LOG2E
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name, num_sms, on_device
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, num_sms, on_device
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, constants, state_rows, tma_ready
 from flash_qla_tl.kernels.gated_delta_rule import chunk_states
 
@@ -685,4 +685,4 @@ def _state_arguments(x: torch.Tensor | None) -> tuple[int, int, int, int]:
 @functools.lru_cache
 def kernel(config: Config):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    return compiled(build, config)
+    return launcher(build, config)

@@ -34,7 +34,7 @@ import torch
 
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS, device_source
 from flash_qla_tl.kernels.common.state_pool import read_slots, slot_arguments, state_arguments
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name, num_sms, on_device
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, num_sms, on_device
 from flash_qla_tl.kernels.common.tensors import address, readable, state_rows, tma_ready
 from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state, store_state, store_state_as
 from flash_qla_tl.kernels.gated_delta_rule.chunk_intra import chunk_intra, cu_stride
@@ -42,12 +42,12 @@ from flash_qla_tl.kernels.gated_delta_rule.segment_starts import segment_starts
 
 STAGES = 3
 # A chunk's time on an H200 with all SMs busy, K = V = 128, by VR.
-STEP_US = {64: 1.2, 128: 1.9}
+STEP_US = {64: 1.2, 128: 1.8}
 # Before the first chunk of a segment, the state and the tiles being on their way.
-START_US = 3.0
-# Of the states before segments: the share of heads that is taken not to decay, all where lengths are not known; a chunk of these, by two CTAs on an SM at once; a segment
-# of them in segment_starts; the launches.
-EXACT_SHARE, EXACT_US, FOLD_US, SPLIT_US = 0.25, 1.7, 1.2, 6.0
+START_US = 6.0
+# Of the states before segments: two launches, with the few chunks that heads which decay take; a chunk of those which do not, two CTAs on
+# an SM; a CTA more; a segment in segment_starts. The share of heads that is taken not to decay; all, where lengths are not known.
+BEFORE_US, EXACT_US, CTA_US, FOLD_US, EXACT_SHARE = 20.0, 0.9, 0.015, 1.5, 0.25
 # The shortest segment, and the most of a sequence.
 MIN_SEGMENT, MAX_PARTS = 8, 32
 # c = a b^T and c += a b on the tensor cores, each warp with its 16 rows; and a function of chunk_tile.cuh.
@@ -89,6 +89,7 @@ class Config:
         return (40, 232)
 
 
+@functools.lru_cache(maxsize=4096)
 def pick_config(
     K: int, V: int, dtype: str, HV: int, lengths: Lengths, num_sms: int, emit: bool, split: bool
 ) -> tuple[Config, int]:
@@ -101,8 +102,7 @@ def pick_config(
     best, VR, chunks = min((_whole_us(lengths, HV * V // VR, VR, num_sms), VR, max(lengths.longest, 1)) for VR in rows)
     for parts in range(2, MAX_PARTS + 1) if split else ():
         c = -(-lengths.longest // parts)
-        blocks = (EXACT_SHARE if lengths.equal else 1) * HV * (K + V) / 64
-        before = EXACT_US * (c + lengths.total * blocks / 2 / num_sms) + FOLD_US * parts + SPLIT_US
+        before = _before_us(HV * (K + V) // 64, lengths, c, parts, num_sms)
         for x in rows if c >= MIN_SEGMENT else ():
             us = _segments_us(lengths, HV * V // x, x, c, num_sms) + before
             if us < best:
@@ -126,6 +126,13 @@ def _segments_us(lengths: Lengths, heads: int, VR: int, segment: int, num_sms: i
         segments = lengths.number * -(-lengths.longest // segment)
         return (STEP_US[VR] * segment + START_US) * -(-segments * heads // num_sms)
     return (STEP_US[VR] + START_US / segment) * (lengths.total * heads / num_sms + segment)
+
+
+def _before_us(blocks: int, lengths: Lengths, segment: int, parts: int, num_sms: int) -> float:
+    """Of the states before segments; blocks: CTAs a segment, of which those of heads which decay are short."""
+    exact = blocks * (EXACT_SHARE if lengths.equal else 1)
+    walk = BEFORE_US + EXACT_US * (segment + lengths.total * exact / 2 / num_sms)
+    return walk + CTA_US * lengths.number * parts * blocks + FOLD_US * parts
 
 
 def configs() -> list[Config]:
@@ -554,7 +561,7 @@ def chunk_fwd(
 @functools.lru_cache
 def _kernel(config: Config):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    return compiled(build, config)
+    return launcher(build, config)
 
 
 def _chunk_offsets(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:

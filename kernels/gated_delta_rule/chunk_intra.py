@@ -31,7 +31,7 @@ import torch
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import LN2, NUM_FACTORS, ROWS, TABLE, write_factors, write_gates
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name, num_sms
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, num_sms
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address
 from flash_qla_tl.kernels.common.walk import find_sequence
 
@@ -270,7 +270,7 @@ def build(K: int, dtype: str):
 @functools.lru_cache
 def _kernel(K: int, dtype: str):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    return compiled(build, K, dtype)
+    return launcher(build, K, dtype)
 
 
 def heads_per_cta(group: int, chunk_heads: int, num_sms: int) -> int:

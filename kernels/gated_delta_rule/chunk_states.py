@@ -33,7 +33,7 @@ import tilelang.language as T
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import LOG2E
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, launcher
 from flash_qla_tl.kernels.common.walk import advance, load_state, store_state
 
 STAGES = 3
@@ -436,4 +436,4 @@ def build(config: Config):
 @functools.lru_cache
 def kernel(config: Config):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    return compiled(build, config)
+    return launcher(build, config)

@@ -13,7 +13,7 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher
 from flash_qla_tl.kernels.common.tensors import address
 from flash_qla_tl.kernels.common.walk import advance, bounds_of
 from flash_qla_tl.kernels.gated_delta_rule import segment_states
@@ -42,8 +42,10 @@ def build(K: int, dtype: str):
         segment_chunks: T.int32, segments_per_row: T.int32,
     ):  # fmt: skip
         with T.Kernel(num_seqs * HV * (V // 64), threads=THREADS) as i_x:
-            # The two halves of M^T, of two segments.
+            # Of two segments: the two halves of M^T, and N^T by 32 columns.
             m_s = T.alloc_shared((2 * STAGES, K, K), dtype)
+            n_s = T.alloc_shared((STAGES * K // 32 * 64, 32), accum)
+            T.annotate_layout({n_s: tilelang.layout.make_swizzled_layout(n_s)})
             S = T.alloc_fragment((64, K), accum)
             acc = T.alloc_fragment((64, K), accum)
             high = T.alloc_fragment((64, K), dtype)
@@ -74,7 +76,7 @@ def build(K: int, dtype: str):
             stage = T.alloc_var("int32", init=0)
             phase = T.alloc_var("int32", init=0)
             for j in T.serial(1, count):
-                # The next segment's M comes while this one's is used: the stage's last user is the segment before.
+                # The next segment's M and N come while this one's are used: the stage's last user is the segment before.
                 if j + 1 < count:
                     if exact[first + j + 1, i_hv] != 0:
                         if tx < 32:
@@ -84,14 +86,19 @@ def build(K: int, dtype: str):
                                     m_s[asked * 2 + half, :, :],
                                     barrier=loaded[asked],
                                 )
+                            for b in T.unroll(K // 32):
+                                row = (asked * (K // 32) + b) * 64
+                                T.tma_copy(
+                                    starts[first + j + 1, i_hv, r0 : r0 + 64, b * 32 : b * 32 + 32],
+                                    n_s[row : row + 64, :],
+                                    barrier=loaded[asked],
+                                )
                             T.sync_warp()
                             if tx == 0:
                                 T.barrier_arrive(loaded[asked])
                         asked ^= 1
                 if j > 1:
                     if exact[first + j, i_hv] != 0:
-                        for a, b in T.Parallel(64, K):
-                            acc[a, b] = starts[first + j, i_hv, r0 + a, b]
                         if held == 0:
                             for a, b in T.Parallel(64, K):
                                 S[a, b] = starts[first + j - 1, i_hv, r0 + a, b]
@@ -100,6 +107,8 @@ def build(K: int, dtype: str):
                         for a, b in T.Parallel(64, K):
                             low[a, b] = T.cast(S[a, b] - T.cast(high[a, b], accum), dtype)
                         T.barrier_wait(loaded[stage], phase)
+                        for a, b in T.Parallel(64, K):
+                            acc[a, b] = n_s[(stage * (K // 32) + b // 32) * 64 + a, b % 32]
                         add_product(high, m_s[stage * 2, :, :], acc)
                         add_product(low, m_s[stage * 2, :, :], acc)
                         add_product(high, m_s[stage * 2 + 1, :, :], acc)
@@ -119,7 +128,7 @@ def build(K: int, dtype: str):
 @functools.lru_cache
 def _kernel(K: int, dtype: str):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    return compiled(build, K, dtype)
+    return launcher(build, K, dtype)
 
 
 def segment_starts(

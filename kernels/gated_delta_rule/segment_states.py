@@ -29,7 +29,7 @@ import tilelang.language as T
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, launcher
 from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state
 
 STAGES = 3
@@ -265,4 +265,4 @@ def build(K: int, dtype: str):
 @functools.lru_cache
 def kernel(K: int, dtype: str):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    return compiled(build, K, dtype)
+    return launcher(build, K, dtype)

@@ -34,7 +34,7 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common import gates
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name, on_device
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, on_device
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, readable, tma_ready
 
 K = 128
@@ -303,4 +303,4 @@ def prepare(
 @functools.lru_cache
 def _kernel(config: Config):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    return compiled(build, config)
+    return launcher(build, config)

@@ -31,7 +31,7 @@ import torch
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, compiled, dtype_name, num_sms, on_device
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, num_sms, on_device
 from flash_qla_tl.kernels.common.tensors import address
 from flash_qla_tl.kernels.common.walk import advance, find_slot, load_state, store_state, store_state_as
 from flash_qla_tl.kernels.kda.prepare import Workspace
@@ -360,4 +360,4 @@ def state_loop(
 @functools.lru_cache
 def _kernel(config: Config):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    return compiled(build, config)
+    return launcher(build, config)
