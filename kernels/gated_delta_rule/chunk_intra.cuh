@@ -12,18 +12,16 @@
 // another warp. D is made by forward substitution in fp32: it keeps keys that repeat exact, where a power series cancels.
 //
 // Shared by the warps of a CTA, in place of K and Q once their products are done, fp32:
-//     raw   [64, QLA_RAW]  q_i . k_j on and below the diagonal blocks; above them k_i . k_j
-//     diag  [4, 16, 20]    k_i . k_j of the diagonal blocks
+//     raw   [64, QLA_RAW]  q_i . k_j on and below the diagonal; above it k_i . k_j; behind the columns k_i . k_i
 // Each warp's own, one behind the other:
 //     tab   the gate table of its head (kernels/common/gates.py)
 //     dt    D^T of the four blocks in fp16, each as its four 8x8 quarters of 128 bytes, row by row
 //     rows  16 rows of the tile on their way to memory, swizzled
 #pragma once
 
-// Row lengths that keep a warp's reads of 8 rows off each other's banks.
+// A row length that keeps a warp's reads of 8 rows off each other's banks.
 #define QLA_RAW 72
-#define QLA_DIAG_ROW 20
-#define QLA_DIAG_BLOCK 324
+#define QLA_SQUARE 64
 
 // g (0 where there is none) and beta of this lane's two tokens, from the addresses of a chunk's first token and the bytes to the next
 // one; 0 from token `valid` on. The four loads are on their way before one is waited for; volatile, or they would be moved to their use.
@@ -46,34 +44,28 @@ QLA_DEVICE void qla_read_gates(float* gates, float* betas, long long g, int g_ty
   }
 }
 
-// The products from the accumulators of the warpgroup (rows: kk keys, qk queries) to raw and diag.
-QLA_DEVICE void qla_store_products(const float* kk, const float* qk, void* products) {
-  float *raw = (float*)products, *diag = raw + 64 * QLA_RAW;
+// The products from the accumulators of the warpgroup (rows: kk keys, qk queries) to raw.
+QLA_DEVICE void qla_store_products(const float* kk, const float* qk, float* raw) {
   int thread = qla_thread(), w = thread >> 5, l = thread & 31, g = l >> 2, t = (l & 3) * 2;
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const float* x = kk + 8 * j;
-    float y[8];
+  for (int j = 0; j < 4; j++)
 #pragma unroll
-    for (int e = 0; e < 8; e++) y[e] = j > w ? x[e] : qk[8 * j + e];
-    float *to = raw + (16 * w + g) * QLA_RAW + 16 * j + t, *own = diag + w * QLA_DIAG_BLOCK + g * QLA_DIAG_ROW + t;
-    if (j == w) {
-      *(float2*)own = make_float2(x[0], x[1]), *(float2*)(own + 8 * QLA_DIAG_ROW) = make_float2(x[2], x[3]);
-      *(float2*)(own + 8) = make_float2(x[4], x[5]), *(float2*)(own + 8 * QLA_DIAG_ROW + 8) = make_float2(x[6], x[7]);
+    for (int q = 0; q < 4; q++) {
+      int i = 8 * j + 2 * q, row = g + 8 * (q & 1), col = t + 8 * (q >> 1);
+      bool above = j > w || (j == w && col > row), next = j > w || (j == w && col + 1 > row);
+      float* to = raw + (16 * w + row) * QLA_RAW;
+      *(float2*)(to + 16 * j + col) = make_float2(above ? kk[i] : qk[i], next ? kk[i + 1] : qk[i + 1]);
+      if (j == w && (col | 1) == (row | 1)) to[QLA_SQUARE] = col == row ? kk[i] : kk[i + 1];
     }
-    *(float2*)to = make_float2(y[0], y[1]), *(float2*)(to + 8 * QLA_RAW) = make_float2(y[2], y[3]);
-    *(float2*)(to + 8) = make_float2(y[4], y[5]), *(float2*)(to + 8 * QLA_RAW + 8) = make_float2(y[6], y[7]);
-  }
 }
 
 // log2 of the most that the chunk leaves of a state: of a token, its decay times |I - beta k k^T|, which is |1 - beta |k|^2| or 1.
-QLA_DEVICE float qla_reach(const float* tab, const void* products, int l) {
-  const float* diag = (const float*)products + 64 * QLA_RAW;
+QLA_DEVICE float qla_reach(const float* tab, const float* raw, int l) {
   float growth = 0.f;
 #pragma unroll
   for (int e = 0; e < 2; e++) {
-    int token = 2 * l + e, row = token & 15;
-    growth += __log2f(fmaxf(fabsf(1.f - tab[QLA_BETA_ROW + token] * diag[(token >> 4) * QLA_DIAG_BLOCK + row * (QLA_DIAG_ROW + 1)]), 1.f));
+    int token = 2 * l + e;
+    growth += __log2f(fmaxf(fabsf(1.f - tab[QLA_BETA_ROW + token] * raw[token * QLA_RAW + QLA_SQUARE]), 1.f));
   }
 #pragma unroll
   for (int i = 16; i; i >>= 1) growth += __shfl_xor_sync(0xffffffffu, growth, i);
@@ -88,9 +80,9 @@ QLA_DEVICE void qla_clear_quarters(const float* dt_, int l) {
 
 // D^T of the four diagonal blocks. D = {{D1, 0}, {-D2 L21 D1, D2}}, D1 and D2 by forward substitution: a lane takes column l % 8 of
 // the two inverses of block l / 8.
-QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* diag, unsigned dt, int l) {
+QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* raw, unsigned dt, int l) {
   int b = l >> 3, c = l & 7, g = l >> 2, t = (l & 3) * 2;
-  const float* own = diag + b * QLA_DIAG_BLOCK;
+  const float* own = raw + b * 16 * (QLA_RAW + 1);
   float s[2][8];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -102,7 +94,7 @@ QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* diag, unsig
       s[h][k] = fmaf(-beta[k], u[k], k == c ? 1.f : 0.f);
 #pragma unroll
       for (int q = (k + 1) / 4; q < 2; q++) {
-        float4 p = *(const float4*)(own + (8 * h + k) * QLA_DIAG_ROW + 8 * h + 4 * q);
+        float4 p = *(const float4*)(own + (8 * h + k) * QLA_RAW + 8 * h + 4 * q);
         if (4 * q > k) u[4 * q] = fmaf(p.x, s[h][k], u[4 * q]);
         if (4 * q + 1 > k) u[4 * q + 1] = fmaf(p.y, s[h][k], u[4 * q + 1]);
         if (4 * q + 2 > k) u[4 * q + 2] = fmaf(p.z, s[h][k], u[4 * q + 2]);
@@ -120,7 +112,7 @@ QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* diag, unsig
   qla_ldmatrix_t(place + 384, d2);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    float2 y = *(const float2*)(diag + i * QLA_DIAG_BLOCK + g * QLA_DIAG_ROW + 8 + t);
+    float2 y = *(const float2*)(raw + (16 * i + g) * QLA_RAW + 16 * i + 8 + t);
     float2 beta = *(const float2*)(tab + QLA_BETA_ROW + 16 * i + 8 + t);
     l21[i] = qla_half2(y.x * beta.x, y.y * beta.y);
   }
@@ -163,13 +155,12 @@ QLA_DEVICE void qla_flush_rows(unsigned rows, long long to, int stride, int vali
 
 // Block rows `part`, part + split, ... (in the order 3, 2, 0, 1) of a value head: T below the diagonal and P^T on and above it go to
 // `tile`, and, where A_address is not 0, A's `valid` rows there, A_stride bytes apart. (T's diagonal is beta, which the walk has.)
-QLA_DEVICE void qla_chunk_head(const float* tab, const void* products, int part, int split, void* tile_, long long A_address, int A_stride,
+QLA_DEVICE void qla_chunk_head(const float* tab, const float* raw, int part, int split, void* tile_, long long A_address, int A_stride,
                                int valid) {
   int l = qla_thread() & 31, g = l >> 2, t = (l & 3) * 2;
-  const float *raw = (const float*)products, *diag = raw + 64 * QLA_RAW;
   unsigned dt = qla_smem(tab + QLA_TABLE), rows = dt + 2048;
   long long tile = (long long)tile_;
-  qla_diagonal_inverses(tab, diag, dt, l);
+  qla_diagonal_inverses(tab, raw, dt, l);
 #pragma unroll 1
   for (int n = part; n < 4; n += split) {
     int i = n < 2 ? 3 - n : n - 2, r = 16 * i + g, c = 16 * i + t;

@@ -36,9 +36,9 @@ from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address
 from flash_qla_tl.kernels.common.walk import find_sequence
 
 THREADS = 128
-CTAS_PER_SM = 4
+CTAS_PER_SM = 5
 # fp32 numbers in shared memory (chunk_intra.cuh): the products of a chunk, and what each warp has of its own.
-RAW, DIAG = 64 * 72, 4 * 324
+RAW = 64 * 72
 INVERSES, ROW_BLOCK = 512, 512
 # c = a b^T on the tensor cores, each warp with its 16 rows; and a function of chunk_tile.cuh.
 product = functools.partial(T.wgmma_gemm, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
@@ -59,8 +59,6 @@ def device_source(dtype: str) -> str:
 def build(K: int, dtype: str):
     accum = "float32"
     B, num_tokens, H, HV, slots = (T.dynamic(name) for name in ("B", "num_tokens", "H", "HV", "slots"))
-    # K and Q, and then the products in their place.
-    STAGE_ROWS = max(2, -(-(RAW + DIAG) * 4 // (CHUNK * K * 2))) * CHUNK
     strides = {x: tuple(T.dynamic(f"{x}_stride_{i}", "int64") for i in "bth") for x in "qk"}
 
     @T.macro
@@ -75,6 +73,31 @@ def build(K: int, dtype: str):
                 norm[0] += T.cast(values[j], accum) * T.cast(values[j], accum)
         norm[0] += T.shfl_xor(norm[0], 1)
         norm[0] = T.rsqrt(norm[0] + 1e-6)
+
+    @T.macro
+    def read_gates(
+        gates, betas, i_b, t0, valid, i_hv, lane, g_address, g_type, g_strides, beta_address, beta_type, beta_strides
+    ):
+        """Log decay and beta of this lane's two tokens."""
+        g_bytes = T.if_then_else(g_type == 0, 4, 2)
+        beta_bytes = T.if_then_else(beta_type == 0, 4, 2)
+        device(
+            "qla_read_gates",
+            gates.data,
+            betas.data,
+            T.if_then_else(
+                g_address != 0,
+                g_address + (i_b * g_strides[0] + t0 * g_strides[1] + i_hv * g_strides[2]) * g_bytes,
+                T.int64(0),
+            ),
+            g_type,
+            g_strides[1] * g_bytes,
+            beta_address + (i_b * beta_strides[0] + t0 * beta_strides[1] + i_hv * beta_strides[2]) * beta_bytes,
+            beta_type,
+            beta_strides[1] * beta_bytes,
+            valid,
+            lane,
+        )
 
     @T.macro
     def activate(gates, betas, valid, i_hv, lane, A_log_address, dt_bias_address, beta_range):
@@ -118,9 +141,10 @@ def build(K: int, dtype: str):
     ):  # fmt: skip
         with T.Kernel(parts * (slots + T.if_then_else(cu_address != 0, 1, 0)), threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
-            stage = T.alloc_shared((STAGE_ROWS // CHUNK, CHUNK, K), dtype)
+            stage = T.alloc_shared((2, CHUNK, K), dtype)
+            raw = T.alloc_shared((RAW,), accum)
             # A warp's gate table, the inverses of its head's diagonal blocks, and a block row of the tile.
-            own = T.alloc_shared((4, TABLE + INVERSES + ROW_BLOCK), accum, scope="shared")
+            own = T.alloc_shared((4, TABLE + INVERSES + ROW_BLOCK), accum)
             norm_s = T.alloc_shared((2, CHUNK), accum, scope="shared")
             kk = T.alloc_fragment((CHUNK, CHUNK), accum)
             qk = T.alloc_fragment((CHUNK, CHUNK), accum)
@@ -176,7 +200,6 @@ def build(K: int, dtype: str):
                     T.sync_warp()
                     if lane == 0:
                         T.barrier_arrive(loaded[0])
-                device("qla_clear_quarters", T.address_of(own[warp, TABLE]), lane)
                 # This warp's value head, of those that the four take at once, and its part of it.
                 at_once = T.alloc_var("int32")
                 e = T.alloc_var("int32")
@@ -184,85 +207,69 @@ def build(K: int, dtype: str):
                 at_once = T.truncdiv(4, split)
                 e = T.truncdiv(warp, split)
                 part = warp - e * split
-                for r in T.serial(T.truncdiv(heads + at_once - 1, at_once)):
+                if e < heads:
+                    read_gates(gates, betas, i_b, t0, valid, hv0 + e, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h),
+                        beta_address, beta_type, (beta_stride_b, beta_stride_t, beta_stride_h))  # fmt: skip
+                T.barrier_wait(loaded[0], 0)
+                if valid < CHUNK:
+                    # What the rows past the sequence's end hold is anybody's. Those of Q reach rows of P alone that nobody
+                    # reads.
+                    for row in T.serial(valid, CHUNK):
+                        if tx < K:
+                            stage[0, row, tx] = T.cast(0.0, dtype)
+                    T.fence_proxy_async()
+                    T.sync_threads()
+                norm[0] = 1.0
+                if norms != 0:
+                    norm_of_rows(stage, 0, norm, tx)
+                norm_s[0, tx // 2] = norm[0]
+                if norms != 0:
+                    norm_of_rows(stage, 1, norm, tx)
+                norm_s[1, tx // 2] = norm[0] * scale
+                product(stage[0, :, :], stage[0, :, :], kk)
+                product(stage[1, :, :], stage[0, :, :], qk)
+                T.wait_wgmma(0)
+                T.sync_threads()
+                device("qla_store_products", kk.data, qk.data, T.address_of(raw[0]))
+                T.sync_threads()
+                device("qla_clear_quarters", T.address_of(own[warp, TABLE]), lane)
+                for j in T.unroll(2):
+                    norm_k[j] = norm_s[0, 2 * lane + j]
+                    scale_q[j] = norm_s[1, 2 * lane + j]
+                while e < heads:
                     i_hv = hv0 + e
-                    if e < heads:
-                        g_bytes = T.if_then_else(g_type == 0, 4, 2)
-                        beta_bytes = T.if_then_else(beta_type == 0, 4, 2)
-                        device(
-                            "qla_read_gates",
-                            gates.data,
-                            betas.data,
-                            T.if_then_else(
-                                g_address != 0,
-                                g_address + (i_b * g_stride_b + t0 * g_stride_t + i_hv * g_stride_h) * g_bytes,
-                                T.int64(0),
-                            ),
-                            g_type,
-                            g_stride_t * g_bytes,
-                            beta_address
-                            + (i_b * beta_stride_b + t0 * beta_stride_t + i_hv * beta_stride_h) * beta_bytes,
-                            beta_type,
-                            beta_stride_t * beta_bytes,
-                            valid,
-                            lane,
+                    activate(gates, betas, valid, i_hv, lane, A_log_address, dt_bias_address, beta_range)
+                    write_gates(own, warp, gates, betas, norm_k, scale_q, lane)
+                    T.sync_warp()
+                    if part == 0:
+                        reach = T.alloc_var(accum)
+                        reach = T.call_extern(
+                            accum, "qla_reach", T.address_of(own[warp, 0]), T.address_of(raw[0]), lane
                         )
-                    if r == 0:
-                        T.barrier_wait(loaded[0], 0)
-                        if valid < CHUNK:
-                            # What the rows past the sequence's end hold is anybody's. Those of Q reach rows of P alone that nobody
-                            # reads.
-                            for row in T.serial(valid, CHUNK):
-                                if tx < K:
-                                    stage[0, row, tx] = T.cast(0.0, dtype)
-                            T.fence_proxy_async()
-                            T.sync_threads()
-                        norm[0] = 1.0
-                        if norms != 0:
-                            norm_of_rows(stage, 0, norm, tx)
-                        norm_s[0, tx // 2] = norm[0]
-                        if norms != 0:
-                            norm_of_rows(stage, 1, norm, tx)
-                        norm_s[1, tx // 2] = norm[0] * scale
-                        product(stage[0, :, :], stage[0, :, :], kk)
-                        product(stage[1, :, :], stage[0, :, :], qk)
-                        T.wait_wgmma(0)
-                        T.sync_threads()
-                        device("qla_store_products", kk.data, qk.data, T.address_of(stage[0, 0, 0]))
-                        T.sync_threads()
-                        for j in T.unroll(2):
-                            norm_k[j] = norm_s[0, 2 * lane + j]
-                            scale_q[j] = norm_s[1, 2 * lane + j]
-                    if e < heads:
-                        activate(gates, betas, valid, i_hv, lane, A_log_address, dt_bias_address, beta_range)
-                        write_gates(own, warp, gates, betas, norm_k, scale_q, lane)
-                        T.sync_warp()
-                        if part == 0:
-                            reach = T.alloc_var(accum)
-                            reach = T.call_extern(
-                                accum, "qla_reach", T.address_of(own[warp, 0]), T.address_of(stage[0, 0, 0]), lane
-                            )
-                            write_factors(own, warp, factors, slot, i_hv, norm_k, scale_q, reach, lane)
-                            if g_cumsum_address != 0:
-                                g_cumsum = T.make_tensor_from_addr(g_cumsum_address, (1 << 60,), accum)
-                                for j in T.unroll(2):
-                                    if 2 * lane + j < valid:
-                                        g_cumsum[(row0 + 2 * lane + j) * HV + i_hv] = (
-                                            own[warp, ROWS["G"] + 2 * lane + j] * LN2
-                                        )
-                        device(
-                            "qla_chunk_head",
-                            T.address_of(own[warp, 0]),
-                            T.address_of(stage[0, 0, 0]),
-                            part,
-                            split,
-                            T.address_of(TPs[slot, i_hv, 0, 0]),
-                            T.if_then_else(A_address != 0, A_address + (row0 * HV + i_hv) * (CHUNK * 2), T.int64(0)),
-                            HV * CHUNK * 2,
-                            valid,
-                        )
-                        T.sync_warp()
+                        write_factors(own, warp, factors, slot, i_hv, norm_k, scale_q, reach, lane)
+                        if g_cumsum_address != 0:
+                            g_cumsum = T.make_tensor_from_addr(g_cumsum_address, (1 << 60,), accum)
+                            for j in T.unroll(2):
+                                if 2 * lane + j < valid:
+                                    g_cumsum[(row0 + 2 * lane + j) * HV + i_hv] = (
+                                        own[warp, ROWS["G"] + 2 * lane + j] * LN2
+                                    )
+                    device(
+                        "qla_chunk_head",
+                        T.address_of(own[warp, 0]),
+                        T.address_of(raw[0]),
+                        part,
+                        split,
+                        T.address_of(TPs[slot, i_hv, 0, 0]),
+                        T.if_then_else(A_address != 0, A_address + (row0 * HV + i_hv) * (CHUNK * 2), T.int64(0)),
+                        HV * CHUNK * 2,
+                        valid,
+                    )
+                    T.sync_warp()
                     e += at_once
+                    if e < heads:
+                        read_gates(gates, betas, i_b, t0, valid, hv0 + e, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h),
+                            beta_address, beta_type, (beta_stride_b, beta_stride_t, beta_stride_h))  # fmt: skip
 
     return gdn_chunk_intra_kernel
 
