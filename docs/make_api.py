@@ -19,6 +19,7 @@ mathematics is in [math.md](math.md).
 SECTIONS = {
     "The gated delta rule": ("flash_qla_tl", "flash_qla_tl.gated_delta_rule"),
     "Kimi Delta Attention": ("flash_qla_tl", "flash_qla_tl.kda"),
+    "Over several GPUs": ("flash_qla_tl", "flash_qla_tl.context_parallel"),
     "Helpers": ("flash_qla_tl.utils", None),
     "Building blocks": ("flash_qla_tl.ops.utils", "flash_qla_tl.ops.utils"),
     "In flash-linear-attention": ("flash_qla_tl", "flash_qla_tl.integrations.fla"),
