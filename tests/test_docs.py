@@ -68,10 +68,10 @@ def test_shell(page, line, text, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_most_blocks_run():
+def test_at_least_half_of_the_blocks_run():
     for language in ("python", "sh"):
         texts = [text for page in PAGES for _, text in blocks(page, language)]
-        assert sum(map(needs, texts)) < len(texts) / 2
+        assert sum(map(needs, texts)) <= len(texts) / 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
