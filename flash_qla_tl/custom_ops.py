@@ -1,8 +1,9 @@
 """The operators as ``torch.library`` ops, which torch.compile takes as one node each.
 
 Calls come here while they are traced only: an eager call costs less by its own autograd. An op calls the eager function it
-stands for, so that checks of contents, the choice of a backend and warnings happen when the compiled code runs. The
-backward is an op of its own, which runs the eager function once more with a gradient.
+stands for, so that checks of contents, the choice of a backend and warnings happen when the compiled code runs; with a
+gradient where the traced code needs one, for the eager function then may run other code. The backward is an op of its own, which runs
+the eager function once more.
 """
 
 from __future__ import annotations
@@ -33,18 +34,24 @@ def define(name: str, function: Callable, **more_options: str) -> Callable:
     """
     options = {**OPTIONS, **more_options}
     tensors = ", ".join(f"Tensor? {x}" if x in ("g", *TENSORS[5:]) else f"Tensor {x}" for x in TENSORS)
+    options["needs_grad"] = "bool"
     arguments = f"{tensors}, Tensor? cu_seqlens, " + ", ".join(f"{kind} {x}" for x, kind in options.items())
     names = (*TENSORS, "cu_seqlens", *options)
     LIBRARY.define(f"{name}({arguments}) -> (Tensor, Tensor)")
     LIBRARY.define(f"{name}_backward(Tensor do, Tensor dht, {arguments}) -> Tensor[]")
     op, op_backward = (getattr(torch.ops.flash_qla_tl, x) for x in (name, f"{name}_backward"))
 
+    def run(given: dict, needs_grad: bool) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
+        """-> the tensors that were given, leaves of a graph if one is needed, and the function's results."""
+        with torch.set_grad_enabled(needs_grad):
+            leaves = {x: given[x].detach().requires_grad_(needs_grad) for x in TENSORS if given[x] is not None}
+            return leaves, function(**{**given, **leaves})
+
     def forward(*args: object) -> tuple[Tensor, Tensor]:
         given = dict(zip(names, args, strict=True))
-        with torch.no_grad():
-            o, ht = function(**given)
+        _, (o, ht) = run(given, given.pop("needs_grad"))
         # Of its own: an op may not return an input, which the state before no token at all is.
-        return o.contiguous(), given["q"].new_empty(0) if ht is None else ht.clone()
+        return o.detach().contiguous(), given["q"].new_empty(0) if ht is None else ht.detach().clone()
 
     def fake(*args: object) -> tuple[Tensor, Tensor]:
         given = dict(zip(names, args, strict=True))
@@ -58,14 +65,10 @@ def define(name: str, function: Callable, **more_options: str) -> Callable:
 
     def backward(do: Tensor, dht: Tensor, *args: object) -> list[Tensor]:
         given = dict(zip(names, args, strict=True))
-        with torch.enable_grad():
-            leaves = {x: given[x].detach().requires_grad_() for x in TENSORS if given[x] is not None}
-            # Kernels that were insisted on may have no gradient.
-            backend = "auto" if given["backend"] == "tilelang" else given["backend"]
-            outputs = function(**{**given, **leaves, "backend": backend})
-            pairs = [(x, dx) for x, dx in zip(outputs, (do, dht), strict=True) if x is not None and x.requires_grad]
-            outputs, weights = zip(*pairs, strict=True)
-            found = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
+        leaves, outputs = run(given, given.pop("needs_grad"))
+        pairs = [(x, dx) for x, dx in zip(outputs, (do, dht), strict=True) if x is not None and x.requires_grad]
+        outputs, weights = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
         grads = dict(zip(leaves, found, strict=True))
         empty = given["q"].new_empty(0)
         zeros = {x: torch.zeros_like(given[x]) for x, grad in grads.items() if grad is None}
@@ -92,6 +95,8 @@ def define(name: str, function: Callable, **more_options: str) -> Callable:
     torch.library.register_autograd(f"flash_qla_tl::{name}", autograd, setup_context=setup_context)
 
     def call(**given: object) -> tuple[Tensor, Tensor | None]:
+        wanted = (given[x] for x in TENSORS)
+        given["needs_grad"] = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
         o, ht = op(*(given[x] for x in names))
         return o, ht if given["output_final_state"] else None
 

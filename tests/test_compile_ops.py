@@ -114,7 +114,7 @@ def test_opcheck(device, operator):
     inside = operator == "kda"
     options = [0.1, True, inside, inside, inside, False, False, "auto"] + ([-5.0] if inside else [])
     name = OPERATORS[operator][0].__name__
-    given = (*leaves, rest["cu_seqlens"], *options)
+    given = (*leaves, rest["cu_seqlens"], *options, True)
     torch.library.opcheck(getattr(torch.ops.flash_qla_tl, name).default, given)
     # The backward's op has no such check: it differentiates, which opcheck's modes do not let it.
 
