@@ -1,6 +1,7 @@
 """Tensors as the kernels take them: addresses, strides and types, without a copy where one can be saved."""
 
 import functools
+import math
 
 import torch
 
@@ -16,12 +17,12 @@ def address(x: torch.Tensor | None) -> int:
 def tma_ready(x: torch.Tensor) -> torch.Tensor:
     """x itself where TMA can walk it, else a copy: unit last stride, other strides positive and of whole 16 bytes, aligned."""
     unit = 16 // x.element_size()
-    strides = x.stride()
-    if strides[-1] == 1 and x.data_ptr() % 16 == 0:
-        if all(s > 0 and s % unit == 0 for s in strides[:-1]):
+    *strides, last = x.stride()
+    if last == 1 and x.data_ptr() % 16 == 0:
+        if min(strides) > 0 and math.gcd(*strides) % unit == 0:
             return x
         # A dimension of one element has no step to take: any will do.
-        strides = [unit if n == 1 else s for n, s in zip(x.shape[:-1], strides[:-1], strict=True)]
+        strides = [unit if n == 1 else s for n, s in zip(x.shape[:-1], strides, strict=True)]
         if all(s > 0 and s % unit == 0 for s in strides):
             return x.as_strided(x.shape, (*strides, 1))
     # Not contiguous(), which returns a dense tensor at an odd address as it is.
