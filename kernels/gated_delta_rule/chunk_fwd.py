@@ -116,8 +116,9 @@ def _whole_us(lengths: Lengths, heads: int, VR: int, num_sms: int) -> float:
     equal = STEP_US[VR] * mean * -(-lengths.number * heads // num_sms)
     if lengths.equal:
         return equal
-    # Nobody knows: half way to where one is twice as long as the others and comes last.
-    return (equal + STEP_US[VR] * (lengths.total * heads / num_sms + 2 * mean)) / 2
+    # Nobody knows. The more they are, the less is lost by one that is twice as long as the others and comes last.
+    uneven = STEP_US[VR] * (lengths.total * heads / num_sms + 2 * mean)
+    return equal + (uneven - equal) / lengths.number
 
 
 def _segments_us(lengths: Lengths, heads: int, VR: int, segment: int, num_sms: int) -> float:
