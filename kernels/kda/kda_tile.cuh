@@ -595,41 +595,34 @@ QLA_DEVICE void qlk_store_rows(unsigned tile, long long out) {
   }
 }
 
-// Own rows of KK -> own rows of T in memory. table: beta and the neutral rows of a gate table. x: two panels, of which nobody else reads
-// the own rows before the barrier.
-QLA_DEVICE void qlk_solve(const float* diagonal, float* lower, const float* table, unsigned x, long long out) {
-  const int t = threadIdx.x, w = t >> 5, l = t & 31;
-  const unsigned tile = x + QLK_PANEL;
+// Own rows of KK and of QK^T (keys are rows) -> own rows, in memory, of the tile with T below its diagonal and P^T on and above it.
+// table: beta and the neutral rows of a gate table. x: two panels, of which nobody else reads the own rows before the barrier.
+QLA_DEVICE void qlk_solve(const float* kk, float* lower, const float* qk, const float* upper, const float* table, unsigned x, long long out) {
+  const int t = threadIdx.x, w = t >> 5, l = t & 31, g = l >> 2, s = (l & 3) * 2;
+  const unsigned tile = x + QLK_PANEL, own = qla_block(tile, l, w, w);
   float* diag = qlk_floats(tile + 2048 * w);
 #pragma unroll
   for (int j = 0; j < 4; j++)
     if (j == w) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) lower[8 * j + i] = diagonal[i];
+      for (int i = 0; i < 8; i++) lower[8 * j + i] = kk[i];
     }
   __syncwarp();
-  unsigned l21 = qla_store_lower(lower, table[QLA_BETA_ROW + 16 * w + (l >> 2)], table[QLA_BETA_ROW + 16 * w + (l >> 2) + 8], x, diag, w, l);
+  unsigned l21 = qla_store_lower(lower, table[QLA_BETA_ROW + 16 * w + g], table[QLA_BETA_ROW + 16 * w + g + 8], x, diag, w, l);
   __syncwarp();
   qla_diag_inverse(diag, l21, x, w, l);
   __syncwarp();
-  for (int j = w + 1; j < 4; j++) qla_stmatrix(qla_block(tile, l, w, j), 0, 0, 0, 0);
-  qla_rows(table, x, tile, 0);
-  qlk_store_rows(tile, out);
-}
-
-// Own rows of QK^T (keys are rows) -> own rows of P^T in memory, by way of the own rows of a panel.
-QLA_DEVICE void qlk_scores(const float* diagonal, const float* upper, unsigned tile, long long out) {
-  const int t = threadIdx.x, w = t >> 5, l = t & 31, g = l >> 2, s = (l & 3) * 2;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
+  for (int i = 1; i < 4; i++) {
     const float* y = upper + 8 * i;
-    if (i == w)
-      qla_stmatrix(qla_block(tile, l, w, i), qla_pack(s >= g ? diagonal[0] : 0.f, s + 1 >= g ? diagonal[1] : 0.f), 0,
-                   qla_pack(diagonal[4], diagonal[5]), qla_pack(s >= g ? diagonal[6] : 0.f, s + 1 >= g ? diagonal[7] : 0.f));
-    else if (i > w)
-      qla_stmatrix(qla_block(tile, l, w, i), qla_pack(y[0], y[1]), qla_pack(y[2], y[3]), qla_pack(y[4], y[5]), qla_pack(y[6], y[7]));
-    else
-      qla_stmatrix(qla_block(tile, l, w, i), 0, 0, 0, 0);
+    if (i > w) qla_stmatrix(qla_block(tile, l, w, i), qla_pack(y[0], y[1]), qla_pack(y[2], y[3]), qla_pack(y[4], y[5]), qla_pack(y[6], y[7]));
   }
+  qla_rows(table, x, tile, 0);
+  __syncwarp();
+  // The diagonal block has both.
+  const unsigned below = s + 1 < g ? 0xffffffffu : s < g ? 0xffffu : 0u;
+  unsigned d[4];
+  qla_ldmatrix(own, d);
+  qla_stmatrix(own, (d[0] & below) | (qla_pack(qk[0], qk[1]) & ~below), d[1], qla_pack(qk[4], qk[5]), (d[3] & below) | (qla_pack(qk[6], qk[7]) & ~below));
   qlk_store_rows(tile, out);
 }

@@ -7,8 +7,9 @@ Per value head and chunk of 64 tokens, with G the in-chunk cumulative log2 decay
     T  = (I + beta KK)^-1 beta                                             P  = scale QK
 
 and on the way the L2 norms of q and k, the gate and the sigmoid of beta. state_loop.py walks the chunks with these. Written are
-tiles [64, 128] of kd, qd, kr, [64, 64] of T and P^T (rows are keys) and [128] of decay for each (slot, value head): dense input has slot
-ceil(T / 64) b + i for chunk i, packed input slot chunk_offsets[n] + i. Slots without a chunk are left as they are.
+tiles [64, 128] of kd, qd, kr, one [64, 64] with T below its diagonal and P^T (rows are keys) on and above it, and decay and beta, which is
+T's diagonal, for each (slot, value head): dense input has slot ceil(T / 64) b + i for chunk i, packed input slot chunk_offsets[n] + i.
+Slots without a chunk are left as they are.
 
 Grid (slots * HV): a CTA of four warps makes one chunk of one head, warp w the rows of its block w of 16 tokens:
 
@@ -17,7 +18,7 @@ Grid (slots * HV): a CTA of four warps makes one chunk of one head, warp w the r
     operands     own rows of kd, qd, kr, and of the operands R and C of KK and QK (kda_tile.cuh)
     diagonal     own rows with own rows; twice over where a channel fades by more than a float's exponents hold
     across       the three blocks of KK and QK^T in own rows
-    solve        own rows of T, by the inverse of chunk_tile.cuh; own rows of P^T
+    solve        own rows of T, by the inverse of chunk_tile.cuh, and of P^T beside it
 
 Decays are never divided: C and R have whole exponents taken out, so that no later token changes a digit of an earlier row, and a product
 of blocks puts them back as powers of two. Rows past a sequence's end are zero and fade by nothing. What varies per call (heads, lengths,
@@ -40,6 +41,8 @@ from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, readable, t
 K = 128
 THREADS = 128
 PANEL = 64  # 128 bytes of 16-bit numbers
+# What a walk wants in fp32 of a chunk: decay by channel, beta by token.
+NUM_FACTORS = K + CHUNK
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
     tilelang.PassConfigKey.TL_DISABLE_BUFFER_INIT_CHECK: True,
@@ -117,7 +120,7 @@ def build(config: Config):
         beta_address: T.int64, beta_type: T.int32, beta_stride_b: T.int64, beta_stride_t: T.int64, beta_stride_h: T.int64,
         beta_range: T.float32,
         cu_address: T.int64, cu_stride: T.int32, num_seqs: T.int32, chunk_offsets_address: T.int64,
-        kd_address: T.int64, qd_address: T.int64, kr_address: T.int64, T_address: T.int64, PT_address: T.int64, decay_address: T.int64,
+        kd_address: T.int64, qd_address: T.int64, kr_address: T.int64, TP_address: T.int64, factors_address: T.int64,
     ):  # fmt: skip
         with T.Kernel(slots * HV, threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
@@ -172,6 +175,7 @@ def build(config: Config):
                     if tx == 0:
                         T.barrier_arrive(loaded[0])
                 t = T.cast(t0, "int64")
+                chunk = T.cast(slot, "int64") * HV + i_hv
                 device("qlk_gates", g_address + (i_b * g_stride_b + t * g_stride_t + i_hv * g_stride_h) * T.if_then_else(g_type == 0, 4, 2),
                     g_type, g_stride_t, valid, gate, lower_bound, A_log_address, dt_bias_address, i_hv,
                     T.access_ptr(x, "w"), smem(start[0, 0]),
@@ -188,10 +192,11 @@ def build(config: Config):
                     table[NEUTRAL["G"] + tx] = 0.0
                     table[NEUTRAL["ROW"] + tx] = 1.0
                     table[NEUTRAL["BETA"] + tx] = y
+                    factors = T.make_tensor_from_addr(factors_address, (1 << 60,), accum)
+                    factors[chunk * NUM_FACTORS + K + tx] = y
                 T.sync_threads()
-                chunk = T.cast(slot, "int64") * HV + i_hv
                 device("qlk_tables", smem(start[0, 0]), smem(to_end[0, 0]), smem(lift[0, 0]), smem(cross[0, 0]), smem(strong[0]),
-                    decay_address + chunk * (K * 4),
+                    factors_address + chunk * (NUM_FACTORS * 4),
                 )  # fmt: skip
                 T.sync_threads()
                 T.barrier_wait(loaded[0], 0)
@@ -217,18 +222,10 @@ def build(config: Config):
                 device("qlk_across", smem(tiles[RK, 0]), smem(tiles[RQ, 0]), smem(tiles[C, 0]), smem(cross[0, 0]),
                     T.access_ptr(lower, "w"), T.access_ptr(upper, "w"),
                 )  # fmt: skip
-                # From here on warps write where no other reads: own rows of R of k, which become L and T, and, behind the barrier that
-                # the triangle's inverse has inside, own rows of C, which become P^T.
-                triangle = chunk * (CHUNK * CHUNK * 2)
-                device("qlk_solve", T.access_ptr(own_lower, "r"), T.access_ptr(lower, "rw"), T.address_of(table[0]), smem(tiles[RK, 0]), T_address + triangle,
+                # From here on warps write where no other reads: own rows of R of k, which become L, and T with P^T.
+                device("qlk_solve", T.access_ptr(own_lower, "r"), T.access_ptr(lower, "rw"), T.access_ptr(own_upper, "r"), T.access_ptr(upper, "r"),
+                    T.address_of(table[0]), smem(tiles[RK, 0]), TP_address + chunk * (CHUNK * CHUNK * 2),
                 )  # fmt: skip
-                device(
-                    "qlk_scores",
-                    T.access_ptr(own_upper, "r"),
-                    T.access_ptr(upper, "r"),
-                    smem(tiles[C, 0]),
-                    PT_address + triangle,
-                )
 
     return kda_prepare_kernel
 
@@ -239,9 +236,8 @@ class Workspace(NamedTuple):
     kd: torch.Tensor  # [slots, HV, 64, 128]
     qd: torch.Tensor
     kr: torch.Tensor
-    T: torch.Tensor  # [slots, HV, 64, 64]
-    PT: torch.Tensor  # rows are keys, columns queries
-    decay: torch.Tensor  # [slots, HV, 128] fp32
+    TP: torch.Tensor  # [slots, HV, 64, 64]: T below the diagonal, P^T (rows are keys) on and above it
+    factors: torch.Tensor  # [slots, HV, NUM_FACTORS] fp32: decay, and beta, T's diagonal
     chunk_offsets: torch.Tensor | None  # [N + 1] int32: the first slot of each sequence
 
 
@@ -281,8 +277,8 @@ def prepare(
     slots = B * slots_per_row if cu_seqlens is None else num_tokens // CHUNK + N
     empty = functools.partial(torch.empty, device=q.device)
     kd, qd, kr = (empty((slots, HV, CHUNK, K), dtype=q.dtype) for _ in range(3))
-    triangle, scores = (empty((slots, HV, CHUNK, CHUNK), dtype=q.dtype) for _ in range(2))
-    decay = empty((slots, HV, K), dtype=torch.float32)
+    triangles = empty((slots, HV, CHUNK, CHUNK), dtype=q.dtype)
+    factors = empty((slots, HV, NUM_FACTORS), dtype=torch.float32)
     chunk_offsets, cu_stride = None, 0
     if cu_seqlens is not None:
         chunk_offsets = empty((N + 1,), dtype=torch.int32)
@@ -295,9 +291,9 @@ def prepare(
             gate, lower_bound or 0.0, address(A_log), address(dt_bias),
             address(beta), FLOAT_TYPE[beta.dtype], *beta.stride(), (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
             address(cu_seqlens), cu_stride, N, address(chunk_offsets),
-            *(address(x) for x in (kd, qd, kr, triangle, scores, decay)),
+            *(address(x) for x in (kd, qd, kr, triangles, factors)),
         )  # fmt: skip
-    return Workspace(kd, qd, kr, triangle, scores, decay, chunk_offsets)
+    return Workspace(kd, qd, kr, triangles, factors, chunk_offsets)
 
 
 @functools.lru_cache
