@@ -38,6 +38,26 @@ QLA_DEVICE void qlk_store4(unsigned at, unsigned a, unsigned b, unsigned c, unsi
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+// Of an input, 4 bytes and 16; 0 unless wanted. Volatile: they are on their way in the order in which they are written, before one of
+// them is waited for.
+QLA_DEVICE unsigned qlk_ask(long long from, int wanted) {
+  unsigned v = 0;
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}" : "+r"(v) : "l"(from), "r"(wanted));
+  return v;
+}
+
+QLA_DEVICE uint4 qlk_ask4(long long from, int wanted) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(from), "r"(wanted));
+  return v;
+}
+
+QLA_DEVICE void qlk_write4(long long to, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 QLA_DEVICE float* qlk_floats(unsigned at) { return (float*)__cvta_shared_to_generic(at); }
 
 // d += a b for one 16x8 tile, 32 bytes deep.
@@ -185,11 +205,12 @@ QLA_DEVICE void qlk_locate(long long cu_address, int stride, int num_seqs, int n
 // Rates of decay: KIND 0: g log2(e); 1: -rate softplus(g + bias); 2: bound sigmoid(rate (g + bias)), which is never below QLK_LOW;
 // 3: the same where it may be. Rows past the sequence's end have g = 0 and fade by nothing.
 template <int KIND>
-QLA_DEVICE void qlk_scan(float* x, int rows, float rate, float bound, const float* bias) {
+QLA_DEVICE void qlk_scan(float* x, int rows, float rate, float bound, const uint4* bias_) {
+  const unsigned bias[8] = {bias_[0].x, bias_[0].y, bias_[0].z, bias_[0].w, bias_[1].x, bias_[1].y, bias_[1].z, bias_[1].w};
   float sum[8], b[8];
   const float slope = KIND == 1 ? QLK_LOG2E : -QLK_LOG2E * rate;
 #pragma unroll
-  for (int c = 0; c < 8; c++) sum[c] = 0.f, b[c] = KIND && bias ? slope * bias[c] : 0.f;
+  for (int c = 0; c < 8; c++) sum[c] = 0.f, b[c] = KIND ? slope * __uint_as_float(bias[c]) : 0.f;
 #pragma unroll
   for (int r = 0; r < 8; r++) {
     const float factor = r >= rows ? 0.f : KIND == 1 ? -rate : bound * QLK_LOG2E;
@@ -224,22 +245,21 @@ QLA_DEVICE void qlk_below(const float* x, float* below) {
 QLA_DEVICE void qlk_gates(long long g_address, int type, long long stride, int valid, int kind, float bound, long long A_log, long long dt_bias,
                           int head, float* x, unsigned totals) {
   const int t = threadIdx.x, w = t >> 5, h = (t >> 4) & 1, m = t & 15, rows = valid - 16 * w - 8 * h;
-  const char* g = (const char*)g_address + ((16 * w + 8 * h) * stride + 8 * m) * (type == 0 ? 4 : 2);
+  const long long step = stride * (type == 0 ? 4 : 2), from = g_address + (16 * w + 8 * h) * step + m * (type == 0 ? 32 : 16);
+  const unsigned A = qlk_ask(A_log + 4 * head, A_log != 0);
+  const uint4 bias[2] = {qlk_ask4(dt_bias + head * 512 + 32 * m, dt_bias != 0), qlk_ask4(dt_bias + head * 512 + 32 * m + 16, dt_bias != 0)};
   if (type == 0) {
 #pragma unroll
     for (int r = 0; r < 8; r++) {
-      float4 a = make_float4(0.f, 0.f, 0.f, 0.f), b = a;
-      if (r < rows) a = *(const float4*)(g + r * stride * 4), b = *(const float4*)(g + r * stride * 4 + 16);
-      float* y = x + 8 * r;
-      y[0] = a.x, y[1] = a.y, y[2] = a.z, y[3] = a.w, y[4] = b.x, y[5] = b.y, y[6] = b.z, y[7] = b.w;
+      const uint4 a = qlk_ask4(from + r * step, r < rows), b = qlk_ask4(from + r * step + 16, r < rows);
+      const unsigned y[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[8 * r + i] = __uint_as_float(y[i]);
     }
   } else {
     uint4 raw[8];
 #pragma unroll
-    for (int r = 0; r < 8; r++) {
-      raw[r] = make_uint4(0, 0, 0, 0);
-      if (r < rows) raw[r] = *(const uint4*)(g + r * stride * 2);
-    }
+    for (int r = 0; r < 8; r++) raw[r] = qlk_ask4(from + r * step, r < rows);
 #pragma unroll
     for (int r = 0; r < 8; r++) {
       const unsigned y[4] = {raw[r].x, raw[r].y, raw[r].z, raw[r].w};
@@ -251,10 +271,9 @@ QLA_DEVICE void qlk_gates(long long g_address, int type, long long stride, int v
       }
     }
   }
-  const float rate = A_log ? qla_exp2(((const float*)A_log)[head] * QLK_LOG2E) : 1.f;
-  const float* bias = dt_bias ? (const float*)dt_bias + head * 128 + 8 * m : 0;
+  const float rate = qla_exp2(__uint_as_float(A) * QLK_LOG2E);
   if (kind == 0)
-    qlk_scan<0>(x, rows, 0.f, 0.f, 0);
+    qlk_scan<0>(x, rows, 0.f, 0.f, bias);
   else if (kind == 1)
     qlk_scan<1>(x, rows, rate, 0.f, bias);
   else if (bound * QLK_LOG2E >= QLK_LOW)
@@ -311,28 +330,25 @@ QLA_DEVICE int qlk_is_strong(unsigned strong) {
 // ---------------------------------------------------------------------------------------------------
 // Norms and operands.
 
-// norms[16 i + r] = (sum x^2 + 1e-6)^-1/2 of the own rows of two 16-bit tiles, k and q: the diagonal of a product with itself.
+// norms[16 i + r] = (sum x^2 + 1e-6)^-1/2, or 1, of the own rows of two 16-bit tiles, k and q: the diagonal of a product with itself.
+// Made whether wanted or not: of a branch the compiler would make two copies of all that follows.
 QLA_DEVICE void qlk_norms(unsigned k, unsigned q, unsigned norms_, int wanted) {
   const int t = threadIdx.x, w = t >> 5, l = t & 31, g = l >> 2;
   float* norms = qlk_floats(norms_) + 32 * w;
-  if (!wanted) {
-    norms[l] = 1.f;
-  } else {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float d[8];
-      qla_clear_tile(d);
+  for (int i = 0; i < 2; i++) {
+    float d[8];
+    qla_clear_tile(d);
 #pragma unroll
-      for (int j = 0; j < 8; j++) {
-        unsigned a[4];
-        qla_ldmatrix(qlk_step(i ? q : k, l, w, j), a);
-        qlk_mma_input(d, a, a[0], a[2]);
-        qlk_mma_input(d + 4, a, a[1], a[3]);
-      }
-      if ((l & 3) == g >> 1) {
-        norms[16 * i + g] = rsqrtf((g & 1 ? d[1] : d[0]) + 1e-6f);
-        norms[16 * i + 8 + g] = rsqrtf((g & 1 ? d[7] : d[6]) + 1e-6f);
-      }
+    for (int j = 0; j < 8; j++) {
+      unsigned a[4];
+      qla_ldmatrix(qlk_step(i ? q : k, l, w, j), a);
+      qlk_mma_input(d, a, a[0], a[2]);
+      qlk_mma_input(d + 4, a, a[1], a[3]);
+    }
+    if ((l & 3) == g >> 1) {
+      norms[16 * i + g] = wanted ? rsqrtf((g & 1 ? d[1] : d[0]) + 1e-6f) : 1.f;
+      norms[16 * i + 8 + g] = wanted ? rsqrtf((g & 1 ? d[7] : d[6]) + 1e-6f) : 1.f;
     }
   }
   __syncwarp();
@@ -386,15 +402,15 @@ QLA_DEVICE void qlk_operands(const float* x, unsigned start, unsigned to_end, un
 #pragma unroll
     for (int i = 0; i < 8; i++) k[i] *= f[i], q[i] = q[i] * q_norm * f[i];
     qlk_put(rk, row, m, k, op);
-    *(uint4*)(kd + place + r * 256) = qlk_scaled(op, lift);
+    qlk_write4(kd + place + r * 256, qlk_scaled(op, lift));
     qlk_put(rq, row, m, q, op);
-    *(uint4*)(qd + place + r * 256) = qlk_scaled(op, lift);
+    qlk_write4(qd + place + r * 256, qlk_scaled(op, lift));
     qlk_put(ck, row, m, c, op);
 #pragma unroll
     for (int i = 0; i < 8; i++) c[i] *= end[i];
     uint4 y;
     y.x = qla_pack(c[0], c[1]), y.y = qla_pack(c[2], c[3]), y.z = qla_pack(c[4], c[5]), y.w = qla_pack(c[6], c[7]);
-    *(uint4*)(kr + place + r * 256) = y;
+    qlk_write4(kr + place + r * 256, y);
   }
   __syncwarp();
 }
@@ -555,7 +571,7 @@ __device__ __noinline__ void qlk_mend(qlk_block* block, unsigned start, unsigned
     qlk_put(ck, row0 + r, m, near, op);
     uint4 y;
     y.x = qla_pack(last[0], last[1]), y.y = qla_pack(last[2], last[3]), y.z = qla_pack(last[4], last[5]), y.w = qla_pack(last[6], last[7]);
-    *(uint4*)(kr + (row0 + r) * 256 + 16 * m) = y;
+    qlk_write4(kr + (row0 + r) * 256 + 16 * m, y);
 #pragma unroll
     for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
     if (m == r) dot = sum;
@@ -591,7 +607,7 @@ QLA_DEVICE void qlk_store_rows(unsigned tile, long long out) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int row = 16 * w + 4 * i + (l >> 3);
-    *(uint4*)(out + row * 128 + (l & 7) * 16) = qlk_load4(qlk_at(tile, row, l & 7));
+    qlk_write4(out + row * 128 + (l & 7) * 16, qlk_load4(qlk_at(tile, row, l & 7)));
   }
 }
 

@@ -143,20 +143,26 @@ def build(config: Config):
             T.annotate_layout({tiles: tilelang.layout.make_swizzled_layout(tiles)})
 
             tx = T.get_thread_binding()
+            # Variables, since an expression would be divided out anew at every use.
+            slot = T.alloc_var("int32")
+            i_hv = T.alloc_var("int32")
+            i_h = T.alloc_var("int32")
+            i_b = T.alloc_var("int32", init=0)
+            t0 = T.alloc_var("int32")
+            valid = T.alloc_var("int32")
             slot = T.truncdiv(i_x, HV)
             i_hv = i_x - slot * HV
             i_h = T.truncdiv(i_hv, group)
-            i_b = T.alloc_var("int32", init=0)
             if cu_address != 0:
                 device("qlk_locate", cu_address, cu_stride, num_seqs, num_tokens, slot,
                     T.if_then_else(i_x == 0, chunk_offsets_address, T.int64(0)), smem(row_norms[0]), T.access_ptr(place, "w"),
                 )  # fmt: skip
+                t0 = place[0]
+                valid = place[1]
             else:
                 i_b = T.truncdiv(slot, slots_per_row)
-                place[0] = (slot - i_b * slots_per_row) * CHUNK
-                place[1] = T.min(num_tokens - place[0], CHUNK)
-            t0 = place[0]
-            valid = place[1]
+                t0 = (slot - i_b * slots_per_row) * CHUNK
+                valid = T.min(num_tokens - t0, CHUNK)
             if valid > 0:
                 if tx < 32:
                     for p in T.unroll(2):
@@ -176,6 +182,12 @@ def build(config: Config):
                         T.barrier_arrive(loaded[0])
                 t = T.cast(t0, "int64")
                 chunk = T.cast(slot, "int64") * HV + i_hv
+                beta_from = T.alloc_var("int64")
+                beta_word = T.alloc_var("uint32")
+                beta_from = beta_address + (
+                    i_b * beta_stride_b + (t + tx) * beta_stride_t + i_hv * beta_stride_h
+                ) * T.if_then_else(beta_type == 0, 4, 2)
+                beta_word = T.call_extern("uint32", "qlk_ask", beta_from & T.int64(-4), T.cast(tx < valid, "int32"))
                 device("qlk_gates", g_address + (i_b * g_stride_b + t * g_stride_t + i_hv * g_stride_h) * T.if_then_else(g_type == 0, 4, 2),
                     g_type, g_stride_t, valid, gate, lower_bound, A_log_address, dt_bias_address, i_hv,
                     T.access_ptr(x, "w"), smem(start[0, 0]),
@@ -183,10 +195,7 @@ def build(config: Config):
                 if tx < CHUNK:
                     y = T.alloc_var(accum, init=0.0)
                     if tx < valid:
-                        at_beta = i_b * beta_stride_b + (t + tx) * beta_stride_t + i_hv * beta_stride_h
-                        y = T.call_extern(
-                            accum, "qla_load", beta_address + at_beta * T.if_then_else(beta_type == 0, 4, 2), beta_type
-                        )
+                        y = T.call_extern(accum, "qla_number", beta_word, beta_from, beta_type)
                         if beta_range != 0.0:
                             y = beta_range / (1.0 + T.exp(-y))
                     table[NEUTRAL["G"] + tx] = 0.0
@@ -270,7 +279,7 @@ def prepare(
     if use_gate:
         gate = SOFTPLUS if lower_bound is None else LOWER_BOUND
         A_log = None if A_log is None else A_log.float().contiguous()
-        dt_bias = None if dt_bias is None else dt_bias.float().contiguous()
+        dt_bias = None if dt_bias is None else tma_ready(dt_bias.float().contiguous())
     else:
         A_log = dt_bias = None
     slots_per_row = -(-num_tokens // CHUNK)
