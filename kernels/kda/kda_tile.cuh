@@ -123,6 +123,9 @@ QLA_DEVICE unsigned qlk_at(unsigned tile, int row, int c) { return tile + (c >> 
 // This lane's address for an x4 matrix access to step k of the rows of block b.
 QLA_DEVICE unsigned qlk_step(unsigned tile, int l, int b, int k) { return qla_block(tile, l, b, k & 3) + (k >> 2) * QLK_PANEL; }
 
+// The lane in whose place one reads a right operand: so that what an mma takes of it are neighbours, {0, 1} and {2, 3}.
+QLA_DEVICE int qlk_right(int l) { return (l & 7) | (l & 8) << 1 | (l & 16) >> 1; }
+
 QLA_DEVICE void qlk_read8(unsigned at, float* v) {
   const float4 a = *(const float4*)qlk_floats(at), b = *(const float4*)qlk_floats(at + 16);
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
@@ -335,7 +338,7 @@ QLA_DEVICE int qlk_is_strong(unsigned strong) {
 QLA_DEVICE void qlk_norms(unsigned k, unsigned q, unsigned norms_, int wanted) {
   const int t = threadIdx.x, w = t >> 5, l = t & 31, g = l >> 2;
   float* norms = qlk_floats(norms_) + 32 * w;
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < 2; i++) {
     float d[8];
     qla_clear_tile(d);
@@ -420,38 +423,40 @@ QLA_DEVICE void qlk_operands(const float* x, unsigned start, unsigned to_end, un
 
 // Own rows with own rows.
 QLA_DEVICE void qlk_diagonal(unsigned rk, unsigned rq, unsigned ck, float* lower, float* upper) {
-  const int t = threadIdx.x, w = t >> 5, l = t & 31;
+  const int t = threadIdx.x, w = t >> 5, l = t & 31, right = qlk_right(l);
   qla_clear_tile(lower);
   qla_clear_tile(upper);
 #pragma unroll
   for (int k = 0; k < QLK_STEPS; k++) {
     unsigned a[4], b[4], c[4];
     qla_ldmatrix(qlk_step(rk, l, w, k), a);
-    qla_ldmatrix(qlk_step(rq, l, w, k), b);
+    qla_ldmatrix(qlk_step(rq, right, w, k), b);
     qla_ldmatrix(qlk_step(ck, l, w, k), c);
     qlk_mma(lower, a, c[0], c[2]);
     qlk_mma(lower + 4, a, c[1], c[3]);
-    qlk_mma(upper, c, b[0], b[2]);
-    qlk_mma(upper + 4, c, b[1], b[3]);
+    qlk_mma(upper, c, b[0], b[1]);
+    qlk_mma(upper + 4, c, b[2], b[3]);
   }
 }
 
 // 2^-shift (rows of block a of one tile) (rows of block b of another)^T: the factors belong to C, which is the first or the second.
 template <bool FIRST>
 QLA_DEVICE void qlk_cross(unsigned x, int a, unsigned y, int b, unsigned factors, float* d) {
-  const int l = threadIdx.x & 31;
+  const int l = threadIdx.x & 31, right = qlk_right(l);
   const uint2* factor = (const uint2*)qlk_floats(factors) + (l & 3);
   qla_clear_tile(d);
 #pragma unroll
   for (int k = 0; k < QLK_STEPS; k++) {
     unsigned u[4], v[4];
     qla_ldmatrix(qlk_step(x, l, a, k), u);
-    qla_ldmatrix(qlk_step(y, l, b, k), v);
+    qla_ldmatrix(qlk_step(y, right, b, k), v);
     const uint2 f = factor[4 * k];
-    unsigned* c = FIRST ? u : v;
-    c[0] = qlk_times(c[0], f.x), c[1] = qlk_times(c[1], f.x), c[2] = qlk_times(c[2], f.y), c[3] = qlk_times(c[3], f.y);
-    qlk_mma(d, u, v[0], v[2]);
-    qlk_mma(d + 4, u, v[1], v[3]);
+    if (FIRST)
+      u[0] = qlk_times(u[0], f.x), u[1] = qlk_times(u[1], f.x), u[2] = qlk_times(u[2], f.y), u[3] = qlk_times(u[3], f.y);
+    else
+      v[0] = qlk_times(v[0], f.x), v[1] = qlk_times(v[1], f.y), v[2] = qlk_times(v[2], f.x), v[3] = qlk_times(v[3], f.y);
+    qlk_mma(d, u, v[0], v[1]);
+    qlk_mma(d + 4, u, v[2], v[3]);
   }
   const float down = __uint_as_float((127 - QLK_SHIFT) << 23);
 #pragma unroll
