@@ -419,7 +419,7 @@ QLA_DEVICE void qlk_operands(const float* x, unsigned start, unsigned to_end, un
 }
 
 // ---------------------------------------------------------------------------------------------------
-// Products. lower: 16x16 blocks of KK, rows i and columns j, and upper: of QK^T, rows j and columns i (keys are rows).
+// Products: blocks of KK, and of QK^T, of which keys are rows.
 
 // Own rows with own rows.
 QLA_DEVICE void qlk_diagonal(unsigned rk, unsigned rq, unsigned ck, float* lower, float* upper) {
@@ -439,39 +439,55 @@ QLA_DEVICE void qlk_diagonal(unsigned rk, unsigned rq, unsigned ck, float* lower
   }
 }
 
-// 2^-shift (rows of block a of one tile) (rows of block b of another)^T: the factors belong to C, which is the first or the second.
+// The own rows of a tile as left operands.
+QLA_DEVICE void qlk_own_rows(unsigned tile, unsigned* own) {
+  const int t = threadIdx.x, w = t >> 5, l = t & 31;
+#pragma unroll
+  for (int k = 0; k < QLK_STEPS; k++) qla_ldmatrix(qlk_step(tile, l, w, k), own + 4 * k);
+  __syncwarp();
+}
+
+// 2^shift (own rows of one tile) (rows of block b of another)^T: the factors belong to C, which is the first or the second.
 template <bool FIRST>
-QLA_DEVICE void qlk_cross(unsigned x, int a, unsigned y, int b, unsigned factors, float* d) {
+QLA_DEVICE void qlk_cross(const unsigned* own, unsigned tile, int b, unsigned factors, float* d) {
   const int l = threadIdx.x & 31, right = qlk_right(l);
   const uint2* factor = (const uint2*)qlk_floats(factors) + (l & 3);
   qla_clear_tile(d);
 #pragma unroll
   for (int k = 0; k < QLK_STEPS; k++) {
     unsigned u[4], v[4];
-    qla_ldmatrix(qlk_step(x, l, a, k), u);
-    qla_ldmatrix(qlk_step(y, right, b, k), v);
+    qla_ldmatrix(qlk_step(tile, right, b, k), v);
     const uint2 f = factor[4 * k];
-    if (FIRST)
-      u[0] = qlk_times(u[0], f.x), u[1] = qlk_times(u[1], f.x), u[2] = qlk_times(u[2], f.y), u[3] = qlk_times(u[3], f.y);
-    else
-      v[0] = qlk_times(v[0], f.x), v[1] = qlk_times(v[1], f.y), v[2] = qlk_times(v[2], f.x), v[3] = qlk_times(v[3], f.y);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      u[i] = FIRST ? qlk_times(own[4 * k + i], i & 2 ? f.y : f.x) : own[4 * k + i];
+      if (!FIRST) v[i] = qlk_times(v[i], i & 1 ? f.y : f.x);
+    }
     qlk_mma(d, u, v[0], v[1]);
     qlk_mma(d + 4, u, v[2], v[3]);
   }
-  const float down = __uint_as_float((127 - QLK_SHIFT) << 23);
-#pragma unroll
-  for (int i = 0; i < 8; i++) d[i] *= down;
 }
 
-// Own rows with the other blocks: lower[8 j..] of the j before the own block, upper[8 i..] of the i after it. Every warp has three.
-QLA_DEVICE void qlk_across(unsigned rk, unsigned rq, unsigned ck, unsigned cross, float* lower, float* upper) {
-  const int w = threadIdx.x >> 5;
-#pragma unroll
-  for (int o = 0; o < 3; o++) {
-    if (o < w)
-      qlk_cross<false>(rk, w, ck, o, cross + QLK_FACTORS * (w * (w - 1) / 2 + o), lower + 8 * o);
-    else
-      qlk_cross<true>(ck, w, rq, o + 1, cross + QLK_FACTORS * (o * (o + 1) / 2 + w), upper + 8 * (o + 1));
+// Own rows with the other blocks: L in the first panel of rk, by the betas of its rows, and behind the own block P^T in the second.
+// Every warp has three. Of rk nobody else reads the own rows.
+QLA_DEVICE void qlk_across(unsigned rk, unsigned rq, unsigned ck, unsigned cross, const float* beta) {
+  const int t = threadIdx.x, w = t >> 5, l = t & 31, row = 16 * w + (l >> 2);
+  const float down = __uint_as_float((127 - QLK_SHIFT) << 23), b0 = beta[row] * down, b1 = beta[row + 8] * down;
+  unsigned own[4 * QLK_STEPS];
+  float d[8];
+  qlk_own_rows(rk, own);
+#pragma unroll 1
+  for (int o = 0; o < w; o++) {
+    qlk_cross<false>(own, ck, o, cross + QLK_FACTORS * (w * (w - 1) / 2 + o), d);
+    qla_stmatrix(qla_block(rk, l, w, o), qla_half2(d[0] * b0, d[1] * b0), qla_half2(d[2] * b1, d[3] * b1), qla_half2(d[4] * b0, d[5] * b0),
+                 qla_half2(d[6] * b1, d[7] * b1));
+  }
+  qlk_own_rows(ck, own);
+#pragma unroll 1
+  for (int o = w + 1; o < 4; o++) {
+    qlk_cross<true>(own, rq, o, cross + QLK_FACTORS * (o * (o - 1) / 2 + w), d);
+    qla_stmatrix(qla_block(rk + QLK_PANEL, l, w, o), qla_pack(d[0] * down, d[1] * down), qla_pack(d[2] * down, d[3] * down),
+                 qla_pack(d[4] * down, d[5] * down), qla_pack(d[6] * down, d[7] * down));
   }
 }
 
@@ -603,7 +619,130 @@ QLA_DEVICE void qlk_strong(const float* x, unsigned start, unsigned to_end, unsi
 }
 
 // ---------------------------------------------------------------------------------------------------
-// The triangles.
+// The triangles: A = (I + L)^-1, L = strict_lower(beta KK). With D the inverses of the four 16x16 diagonal blocks and N = D L below them,
+//     A = (I + N)^-1 D = (I - N + N^2 - N^3) D          (N is block-nilpotent: N^4 = 0)
+// D is by forward substitution in fp32: it keeps keys that repeat exact, where a power series cancels. The block products are fp16
+// mma.sync, three dependent rounds for the longest row.
+
+// Of the own diagonal block of L the strict lower triangles of its two diagonal 8x8 quarters as fp32 into diag (2 x 64 floats, by
+// columns), and the quarter below as the operand that is returned.
+QLA_DEVICE unsigned qlk_store_quarters(const float* kk, const float* beta, float* diag, int w, int l) {
+  int g = l >> 2, t = (l & 3) * 2;
+  float b0 = beta[16 * w + g], b1 = beta[16 * w + g + 8], *column = diag + 8 * t + g;
+  if (t < g) column[0] = kk[0] * b0, column[64] = kk[6] * b1;
+  if (t + 1 < g) column[8] = kk[1] * b0, column[72] = kk[7] * b1;
+  return qla_half2(kk[2] * b1, kk[3] * b1);
+}
+
+// D^T, D the inverse of the 16x16 unit lower triangle, as fp16 into block (w, w) of x. The inverses D1 and D2 of its diagonal quarters
+// by forward substitution in fp32, lane c (and c + 16) column c, column by column, so that the updates of a step do not wait for
+// each other; below them -D2 L21 D1, L21 the operand from qlk_store_quarters.
+QLA_DEVICE void qlk_diag_inverse(const float* diag, unsigned l21, unsigned x, int w, int l) {
+  int c = l & 7, second = (l >> 3) & 1;
+  float s[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) s[i] = i == c ? 1.f : 0.f;
+#pragma unroll
+  for (int k = 0; k < 7; k++) {
+#pragma unroll
+    for (int q = (k + 1) / 4; q < 2; q++) {
+      float4 p = *(const float4*)(diag + 64 * second + 8 * k + 4 * q);
+      if (4 * q > k) s[4 * q] -= p.x * s[k];
+      if (4 * q + 1 > k) s[4 * q + 1] -= p.y * s[k];
+      if (4 * q + 2 > k) s[4 * q + 2] -= p.z * s[k];
+      s[4 * q + 3] -= p.w * s[k];
+    }
+  }
+  // Rows of D^T: zeros left of its second half, whose quarter right of the first half comes last.
+  unsigned row = x + (w * 16 + (l & 15)) * 128, left = row + (((2 * w) ^ (l & 7)) << 4), right = row + (((2 * w + 1) ^ (l & 7)) << 4);
+  unsigned h0 = qla_half2(s[0], s[1]), h1 = qla_half2(s[2], s[3]), h2 = qla_half2(s[4], s[5]), h3 = qla_half2(s[6], s[7]);
+  if (l < 16) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(second ? right : left), "r"(h0), "r"(h1), "r"(h2), "r"(h3) : "memory");
+    if (second) asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(left), "r"(0) : "memory");
+  }
+  __syncwarp();
+  unsigned d1, d2[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0}, b;
+  float z[4] = {0, 0, 0, 0};
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(d1) : "r"(left));  // rows 0 to 7 from lanes 0 to 7
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(d2[0]) : "r"(x + (w * 16 + 8 + c) * 128 + (((2 * w + 1) ^ c) << 4)));
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(b) : "r"(l21));
+  qla_mma(z, d2, b, 0);
+  y[0] = qla_half2(-z[0], -z[1]);
+  z[0] = z[1] = 0.f;
+  qla_mma(z, y, d1, 0);
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(right), "r"(qla_half2(z[0], z[1])) : "memory");
+}
+
+// Own rows of the tile up to its diagonal block: T = A beta from the own rows of L in x and the other warps' N and D; on and above the
+// diagonal of that block P^T, from qk. One code for all four warps, with branches a warp takes as one.
+QLA_DEVICE void qlk_rows(const float* beta, const float* qk, unsigned x, unsigned tile, int w, int l) {
+  int g = l >> 2, t = (l & 3) * 2, c = w * 16 + t;
+  unsigned d[4], n[3][4], y[4];
+  float2 b0 = *(const float2*)(beta + c), b1 = *(const float2*)(beta + c + 8);
+  qla_ldmatrix_t(qla_block(x, l, w, w), y);
+  d[0] = y[0], d[1] = y[2], d[2] = y[1], d[3] = y[3];
+  float z[3][8], f[8];
+  if (w) {
+    // Blocks at or right of the diagonal come out as garbage that nothing uses.
+    unsigned lower[3][4];
+#pragma unroll
+    for (int j = 0; j < 3; j++) qla_ldmatrix_t(qla_block(x, l, w, j), lower[j]);
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+      qla_clear_tile(z[j]);
+      qla_mma16(z[j], d, lower[j]);
+    }
+  }
+  // Meanwhile the diagonal block.
+  qla_float_tile(d, f);
+  qla_stmatrix(qla_block(tile, l, w, w), qla_pack(t < g ? f[0] * b0.x : qk[0], t + 1 < g ? f[1] * b0.y : qk[1]), qla_pack(f[2] * b0.x, f[3] * b0.y),
+               qla_pack(qk[4], qk[5]), qla_pack(t < g ? f[6] * b1.x : qk[6], t + 1 < g ? f[7] * b1.y : qk[7]));
+  if (w) {
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+      qla_half2_tile(z[j], n[j]);
+      if (j < w) qla_stmatrix(qla_block(x, l, w, j), n[j][0], n[j][1], n[j][2], n[j][3]);
+    }
+  }
+  qla_sync();
+  if (w == 0) return;
+  if (w > 1) {
+    // n becomes N - N^2 + N^3, which is -(I + N)^-1 off the diagonal.
+    unsigned n10[4], n20[4], n21[4], m[4];
+    qla_ldmatrix_t(qla_block(x, l, 1, 0), n10);
+    qla_float_tile(n[0], z[0]);
+    qla_clear_tile(z[1]);
+    if (w == 3) {
+      qla_ldmatrix_t(qla_block(x, l, 2, 1), n21);
+      qla_ldmatrix_t(qla_block(x, l, 2, 0), n20);
+      qla_mma16(z[1], n[2], n21);
+      qla_negate(n[2], m);
+      qla_mma16(z[0], m, n20);
+    }
+    qla_negate(n[1], m);
+    qla_mma16(z[0], m, n10);
+    if (w == 3) {
+      qla_half2_tile(z[1], m);
+      qla_mma16(z[0], m, n10);
+      qla_float_tile(n[1], f);
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[i] -= z[1][i];
+      qla_half2_tile(f, n[1]);
+    }
+    qla_half2_tile(z[0], n[0]);
+  }
+#pragma unroll
+  for (int j = 0; j < 3; j++)
+    if (j < w) {
+      b0 = *(const float2*)(beta + 16 * j + t), b1 = *(const float2*)(beta + 16 * j + 8 + t);
+      qla_ldmatrix(qla_block(x, l, j, j), y);
+      d[0] = y[0], d[1] = y[2], d[2] = y[1], d[3] = y[3];
+      qla_clear_tile(z[j]);
+      qla_mma16(z[j], n[j], d);
+      qla_stmatrix(qla_block(tile, l, w, j), qla_pack(-z[j][0] * b0.x, -z[j][1] * b0.y), qla_pack(-z[j][2] * b0.x, -z[j][3] * b0.y),
+                   qla_pack(-z[j][4] * b1.x, -z[j][5] * b1.y), qla_pack(-z[j][6] * b1.x, -z[j][7] * b1.y));
+    }
+}
 
 // The 16 own rows, 128 bytes each, of a tile to memory.
 QLA_DEVICE void qlk_store_rows(unsigned tile, long long out) {
@@ -616,34 +755,16 @@ QLA_DEVICE void qlk_store_rows(unsigned tile, long long out) {
   }
 }
 
-// Own rows of KK and of QK^T (keys are rows) -> own rows, in memory, of the tile with T below its diagonal and P^T on and above it.
-// table: beta and the neutral rows of a gate table. x: two panels, of which nobody else reads the own rows before the barrier.
-QLA_DEVICE void qlk_solve(const float* kk, float* lower, const float* qk, const float* upper, const float* table, unsigned x, long long out) {
-  const int t = threadIdx.x, w = t >> 5, l = t & 31, g = l >> 2, s = (l & 3) * 2;
-  const unsigned tile = x + QLK_PANEL, own = qla_block(tile, l, w, w);
-  float* diag = qlk_floats(tile + 2048 * w);
-#pragma unroll
-  for (int j = 0; j < 4; j++)
-    if (j == w) {
-#pragma unroll
-      for (int i = 0; i < 8; i++) lower[8 * j + i] = kk[i];
-    }
+// Own rows, in memory, of the tile with T below its diagonal and P^T (keys are rows) on and above it: from what qlk_across left in x,
+// and the diagonal blocks of KK and QK^T. scratch: 512 bytes a warp.
+QLA_DEVICE void qlk_solve(const float* kk, const float* qk, const float* beta, unsigned x, unsigned scratch, long long out) {
+  const int t = threadIdx.x, w = t >> 5, l = t & 31;
+  const unsigned tile = x + QLK_PANEL;
+  float* diag = qlk_floats(scratch + 512 * w);
+  const unsigned l21 = qlk_store_quarters(kk, beta, diag, w, l);
   __syncwarp();
-  unsigned l21 = qla_store_lower(lower, table[QLA_BETA_ROW + 16 * w + g], table[QLA_BETA_ROW + 16 * w + g + 8], x, diag, w, l);
+  qlk_diag_inverse(diag, l21, x, w, l);
   __syncwarp();
-  qla_diag_inverse(diag, l21, x, w, l);
-  __syncwarp();
-#pragma unroll
-  for (int i = 1; i < 4; i++) {
-    const float* y = upper + 8 * i;
-    if (i > w) qla_stmatrix(qla_block(tile, l, w, i), qla_pack(y[0], y[1]), qla_pack(y[2], y[3]), qla_pack(y[4], y[5]), qla_pack(y[6], y[7]));
-  }
-  qla_rows(table, x, tile, 0);
-  __syncwarp();
-  // The diagonal block has both.
-  const unsigned below = s + 1 < g ? 0xffffffffu : s < g ? 0xffffu : 0u;
-  unsigned d[4];
-  qla_ldmatrix(own, d);
-  qla_stmatrix(own, (d[0] & below) | (qla_pack(qk[0], qk[1]) & ~below), d[1], qla_pack(qk[4], qk[5]), (d[3] & below) | (qla_pack(qk[6], qk[7]) & ~below));
+  qlk_rows(beta, qk, x, tile, w, l);
   qlk_store_rows(tile, out);
 }

@@ -18,7 +18,7 @@ Grid (slots * HV): a CTA of four warps makes one chunk of one head, warp w the r
     operands     own rows of kd, qd, kr, and of the operands R and C of KK and QK (kda_tile.cuh)
     diagonal     own rows with own rows; twice over where a channel fades by more than a float's exponents hold
     across       the three blocks of KK and QK^T in own rows
-    solve        own rows of T, by the inverse of chunk_tile.cuh, and of P^T beside it
+    solve        own rows of T, and of P^T beside it
 
 Decays are never divided: C and R have whole exponents taken out, so that no later token changes a digit of an earlier row, and a product
 of blocks puts them back as powers of two. Rows past a sequence's end are zero and fade by nothing. What varies per call (heads, lengths,
@@ -51,9 +51,6 @@ PASS_CONFIGS = {
     # Warps meet where it is written out below; the pass would part them at every access.
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
 }
-# The gate table of chunk_tile.cuh, for a triangle that has its decay inside: zeros, ones, beta.
-NEUTRAL = {"G": 0, "ROW": 64, "COL1": 64, "COL2": 64, "COL3": 64, "SCALE": 64, "BETA": 128, "BETA_ROW": 128}
-TABLE = 192
 # What kda_tile.cuh calls the gates.
 PLAIN, SOFTPLUS, LOWER_BOUND = range(3)
 device = functools.partial(T.call_extern, "handle")
@@ -87,11 +84,8 @@ def configs() -> list[Config]:
 
 
 def device_source(dtype: str) -> str:
-    """chunk_tile.cuh for the neutral table, and kda_tile.cuh."""
-    rows = {f"QLA_{name}": at for name, at in (gates.ROWS | gates.FACTORS | NEUTRAL).items()}
-    header = "".join(f"#define {name} {at}\n" for name, at in {"QLA_BF16": int(dtype == "bfloat16"), **rows}.items())
     files = Path(gates.__file__).parent / "chunk_tile.cuh", Path(__file__).parent / "kda_tile.cuh"
-    return header + "".join(file.read_text() for file in files)
+    return f"#define QLA_BF16 {int(dtype == 'bfloat16')}\n" + "".join(file.read_text() for file in files)
 
 
 def smem(x):
@@ -131,11 +125,9 @@ def build(config: Config):
             lift = T.alloc_shared((4, K * config.factor), "uint8", scope="shared")
             cross = T.alloc_shared((6, K * config.factor), "uint8", scope="shared")
             row_norms = T.alloc_shared((2 * CHUNK,), accum, scope="shared")
-            table = T.alloc_shared((TABLE,), accum, scope="shared")
+            betas = T.alloc_shared((CHUNK,), accum, scope="shared")
             strong = T.alloc_shared((8,), "uint32", scope="shared")
             x = T.alloc_local((64,), accum)
-            lower = T.alloc_local((32,), accum)
-            upper = T.alloc_local((32,), accum)
             own_lower = T.alloc_local((8,), accum)
             own_upper = T.alloc_local((8,), accum)
             place = T.alloc_local((2,), "int32")
@@ -198,9 +190,7 @@ def build(config: Config):
                         y = T.call_extern(accum, "qla_number", beta_word, beta_from, beta_type)
                         if beta_range != 0.0:
                             y = beta_range / (1.0 + T.exp(-y))
-                    table[NEUTRAL["G"] + tx] = 0.0
-                    table[NEUTRAL["ROW"] + tx] = 1.0
-                    table[NEUTRAL["BETA"] + tx] = y
+                    betas[tx] = y
                     factors = T.make_tensor_from_addr(factors_address, (1 << 60,), accum)
                     factors[chunk * NUM_FACTORS + K + tx] = y
                 T.sync_threads()
@@ -228,12 +218,17 @@ def build(config: Config):
                         valid, smem(tiles[C, 0]), kr_address + tile, T.access_ptr(own_lower, "rw"), T.access_ptr(own_upper, "rw"),
                     )  # fmt: skip
                 T.sync_threads()
-                device("qlk_across", smem(tiles[RK, 0]), smem(tiles[RQ, 0]), smem(tiles[C, 0]), smem(cross[0, 0]),
-                    T.access_ptr(lower, "w"), T.access_ptr(upper, "w"),
-                )  # fmt: skip
                 # From here on warps write where no other reads: own rows of R of k, which become L, and T with P^T.
-                device("qlk_solve", T.access_ptr(own_lower, "r"), T.access_ptr(lower, "rw"), T.access_ptr(own_upper, "r"), T.access_ptr(upper, "r"),
-                    T.address_of(table[0]), smem(tiles[RK, 0]), TP_address + chunk * (CHUNK * CHUNK * 2),
+                device(
+                    "qlk_across",
+                    smem(tiles[RK, 0]),
+                    smem(tiles[RQ, 0]),
+                    smem(tiles[C, 0]),
+                    smem(cross[0, 0]),
+                    T.address_of(betas[0]),
+                )
+                device("qlk_solve", T.access_ptr(own_lower, "r"), T.access_ptr(own_upper, "r"), T.address_of(betas[0]), smem(tiles[RK, 0]),
+                    smem(start[0, 0]), TP_address + chunk * (CHUNK * CHUNK * 2),
                 )  # fmt: skip
 
     return kda_prepare_kernel
