@@ -156,9 +156,14 @@ def build(config: Config):
             a_phase = T.alloc_var("int32", init=0)
             b = T.alloc_var("int32", init=0)
             b_phase = T.alloc_var("int32", init=0)
+            # Variables, since an expression would be divided out anew at every use.
+            i_n = T.alloc_var("int32")
+            i_hv = T.alloc_var("int32")
+            v0 = T.alloc_var("int32")
             i_n = T.truncdiv(i_x, HV * NS)
-            i_hv = (i_x - i_n * HV * NS) // NS
-            v0 = (i_x - i_n * HV * NS) % NS * VR
+            v0 = i_x - i_n * (HV * NS)
+            i_hv = T.truncdiv(v0, NS)
+            v0 = (v0 - i_hv * NS) * VR
             i_b = T.if_then_else(cu_address != 0, 0, i_n)
             # The contents of cu_seqlens are the caller's: whatever they are, no row outside [0, num_tokens) is touched.
             bos = T.alloc_var("int32", init=0)
