@@ -11,7 +11,7 @@ tiles [64, 128] of kd, qd, kr, one [64, 64] with T below its diagonal and P^T (r
 T's diagonal, for each (slot, value head): dense input has slot ceil(T / 64) b + i for chunk i, packed input slot chunk_offsets[n] + i.
 Slots without a chunk are left as they are.
 
-Grid (slots * HV): a CTA of four warps makes one chunk of one head, warp w the rows of its block w of 16 tokens:
+Grid (slots * HV), slots from the last to the first: a CTA of four warps makes one chunk of one head, warp w the rows of its block w:
 
     gates        decays of own rows: activation and scan, in registers
     tables       G at the ends of blocks, and the powers of two that blocks meet with; thread c has channel c
@@ -145,6 +145,8 @@ def build(config: Config):
             slot = T.truncdiv(i_x, HV)
             i_hv = i_x - slot * HV
             i_h = T.truncdiv(i_hv, group)
+            # From the last to the first: what the walk begins with is then what was written last, and is still in the L2 cache.
+            slot = slots - 1 - slot
             if cu_address != 0:
                 device("qlk_locate", cu_address, cu_stride, num_seqs, num_tokens, slot,
                     T.if_then_else(i_x == 0, chunk_offsets_address, T.int64(0)), smem(row_norms[0]), T.access_ptr(place, "w"),
