@@ -18,7 +18,6 @@ from flash_qla_tl.kernels.common import target
 from flash_qla_tl.kernels.common.state_pool import read_slots, write_slots
 from flash_qla_tl.reference import activate
 from flash_qla_tl.torch_chunked import chunked, chunked_bwd, states_by_chunk
-from flash_qla_tl.utils.index import prepare_chunk_offsets
 
 OPERATOR = "the gated delta rule"
 
@@ -99,7 +98,8 @@ def chunk_gated_delta_rule(
             from 0, repeated for an empty sequence, ``B`` = 1. Rows past ``cu_seqlens[-1]`` are
             padding, where ``o`` is 0. Contents are checked if they are on the CPU, and on a GPU
             with ``FLASH_QLA_TL_CHECK=1``; otherwise they are clamped.
-        cu_seqlens_cpu: the same values on the CPU, for callers that have them.
+        cu_seqlens_cpu: the same values on the CPU, for callers that have them: the lengths then have a say in how
+            the work is laid over the card.
         chunk_indices: accepted and not needed.
         initial_state_indices: ``[N]`` int32 or int64: ``initial_state`` is a pool ``[slots, HV, K, V]`` of any
             slot stride, and this is where in it each sequence has its state. A sequence with a negative index
@@ -234,9 +234,7 @@ def chunk_gated_delta_rule(
             state_v_first=state_v_first,
             backend=backend,
         )
-    num_chunks = None
-    if return_intermediate_states and cu_seqlens_cpu is not None:
-        num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
+    num_chunks, longest = _chunks(cu_seqlens_cpu)
     in_kernels = on_kernels(OPERATOR, target.refusal(q, k, v), q, backend)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
@@ -260,6 +258,7 @@ def chunk_gated_delta_rule(
             o=out,
             output_h=return_intermediate_states,
             num_chunks=num_chunks,
+            longest=longest,
             auto_cp=auto_cp,
             use_qk_l2norm=use_qk_l2norm_in_kernel,
             A_log=A_log,
@@ -274,6 +273,8 @@ def chunk_gated_delta_rule(
             scale,
             output_final_state,
             state_v_first,
+            num_chunks,
+            longest,
             auto_cp,
             use_qk_l2norm_in_kernel,
             (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0,
@@ -362,9 +363,7 @@ def chunk_gated_delta_rule_fwd(
     )
     if scale is None:
         scale = q.shape[3] ** -0.5
-    num_chunks = None
-    if cu_seqlens_cpu is not None:
-        num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
+    num_chunks, longest = _chunks(cu_seqlens_cpu)
 
     if on_kernels(OPERATOR, target.refusal(q, k, v), q, "auto"):
         from flash_qla_tl.kernels.gated_delta_rule.chunk_fwd import chunk_fwd
@@ -383,6 +382,7 @@ def chunk_gated_delta_rule_fwd(
             output_A=True,
             output_h=output_h,
             num_chunks=num_chunks,
+            longest=longest,
             auto_cp=auto_cp,
         )
         return ChunkGatedDeltaRuleFwd(out.g_cumsum, out.A, out.o, out.h, out.ht)
@@ -478,12 +478,22 @@ def chunk_gated_delta_rule_bwd(
     return ChunkGatedDeltaRuleBwd(dq, dk, dv, db, dg, k_first(dh0, state_v_first))
 
 
+def _chunks(cu_seqlens_cpu: Tensor | None) -> tuple[int | None, int | None]:
+    """Of packed sequences whose lengths the host knows: all chunks, and those of the longest."""
+    if cu_seqlens_cpu is None:
+        return None, None
+    counts = (cu_seqlens_cpu.diff() + 63) // 64
+    return int(counts.sum()), int(counts.max()) if len(counts) else 0
+
+
 class _Options(NamedTuple):
     """What a call of the kernels is told besides its tensors."""
 
     scale: float
     output_final_state: bool
     state_v_first: bool
+    num_chunks: int | None
+    longest: int | None
     auto_cp: bool
     use_qk_l2norm: bool
     beta_range: float  # the factor of beta's sigmoid, 0 for none
@@ -513,6 +523,8 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
             output_final_state=options.output_final_state,
             state_v_first=options.state_v_first,
             output_A=True,
+            num_chunks=options.num_chunks,
+            longest=options.longest,
             auto_cp=options.auto_cp,
             A_log=A_log,
             dt_bias=dt_bias,

@@ -53,6 +53,7 @@ def chunk_fwd(
     output_A=False,
     output_h=False,
     num_chunks=None,
+    longest=None,
     auto_cp=True,
     use_qk_l2norm=False,
     A_log=None,

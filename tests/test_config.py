@@ -13,7 +13,9 @@ SMS = 132
 
 
 def pick(heads, K=128, V=128, dtype="bfloat16", num_sms=SMS, emit=False, chunks=32, split=False, rows=1, total=None):
-    lengths = chunk_fwd.Lengths(rows, total or rows * chunks, chunks)
+    lengths = chunk_fwd.Lengths(
+        rows, total or rows * chunks, chunks
+    )  # chunks: of the longest; all of them: nobody knows
     return chunk_fwd.pick_config(K, V, dtype, heads, lengths, num_sms, emit, split)
 
 
@@ -66,6 +68,8 @@ def test_split_of_a_head(heads, VR):
         (dict(heads=32, chunks=8), 1),  # too short to gain
         (dict(heads=8, chunks=512, rows=2, total=512), 19),  # two sequences, nobody knows of what length
         (dict(heads=64, chunks=512, rows=2, total=512), 1),
+        (dict(heads=8, chunks=448, rows=2, total=512), 18),  # ... and somebody does
+        (dict(heads=32, chunks=40, rows=16, total=512), 1),  # many, no one long
         (dict(heads=32, chunks=512, rows=16, total=512), 1),  # many of them
     ],
 )

@@ -984,3 +984,21 @@ def test_no_graph_without_need(device):
     with torch.no_grad():
         assert not run(args)[0].requires_grad
     assert run(args)[0].requires_grad
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_lengths_that_the_host_knows(monkeypatch, needs_grad):
+    """cu_seqlens_cpu tells the kernels how many chunks there are, and how many the longest sequence has."""
+    emulated_kernels.install(monkeypatch)
+    said = []
+
+    def chunk_fwd(*args, **options):
+        said.append((options["num_chunks"], options["longest"]))
+        return emulated_kernels.chunk_fwd(*args, **options)
+
+    monkeypatch.setattr(sys.modules[f"{emulated_kernels.MODULE}chunk_fwd"], "chunk_fwd", chunk_fwd)
+    args = inputs(H=1, K=64, lengths=[130, 0, 64])
+    args["v"].requires_grad_(needs_grad)
+    chunk_gated_delta_rule(**args)
+    chunk_gated_delta_rule(**args, cu_seqlens_cpu=args["cu_seqlens"])
+    assert said == [(None, None), (4, 3)]

@@ -67,11 +67,15 @@ class Lengths(NamedTuple):
 
     number: int
     total: int
-    longest: int  # at most
+    longest: int  # at most: the total, where nobody said
 
     @property
     def equal(self) -> bool:
         return self.total == self.longest * self.number
+
+    @property
+    def known(self) -> bool:
+        return self.equal or self.longest < self.total
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,10 @@ def _whole_us(lengths: Lengths, heads: int, VR: int, num_sms: int) -> float:
     equal = STEP_US[VR] * mean * -(-lengths.number * heads // num_sms)
     if lengths.equal:
         return equal
-    # Nobody knows. The more they are, the less is lost by one that is twice as long as the others and comes last.
+    if lengths.known:
+        # All SMs are busy until the longest begins, at worst.
+        return STEP_US[VR] * (lengths.total * heads / num_sms + lengths.longest)
+    # The more they are, the less is lost by one that is twice as long as the others and comes last.
     uneven = STEP_US[VR] * (lengths.total * heads / num_sms + 2 * mean)
     return equal + (uneven - equal) / lengths.number
 
@@ -131,7 +138,7 @@ def _segments_us(lengths: Lengths, heads: int, VR: int, segment: int, num_sms: i
 
 def _before_us(blocks: int, lengths: Lengths, segment: int, parts: int, num_sms: int) -> float:
     """Of the states before segments; blocks: CTAs a segment, of which those of heads which decay are short."""
-    exact = blocks * (EXACT_SHARE if lengths.equal else 1)
+    exact = blocks * (EXACT_SHARE if lengths.known else 1)
     walk = BEFORE_US + EXACT_US * (segment + lengths.total * exact / 2 / num_sms)
     return walk + CTA_US * lengths.number * parts * blocks + FOLD_US * parts
 
@@ -463,6 +470,7 @@ def chunk_fwd(
     output_A: bool = False,
     output_h: bool = False,
     num_chunks: int | None = None,
+    longest: int | None = None,
     auto_cp: bool = True,
     use_qk_l2norm: bool = False,
     A_log: torch.Tensor | None = None,
@@ -474,7 +482,7 @@ def chunk_fwd(
 
     h0_indices: where in h0, a pool, each sequence has its state. inplace_final_state: ht is h0. Both with a h0 that holds_states.
     o: filled if given, whatever its strides.
-    num_chunks: slots of h for packed input, where the caller knows the exact count; else T // 64 + N.
+    num_chunks, longest: of packed input, chunks of all sequences and of the longest one, where the caller knows them.
     A_log (and dt_bias): g is the raw gate input, activated inside.
     """
     B, num_tokens, H, K = q.shape
@@ -514,9 +522,10 @@ def chunk_fwd(
         return ChunkFwd(o, ht, A, g_cumsum, h)
 
     device = q.device.index
-    lengths = Lengths(N, B * slots_per_row, slots_per_row)
+    total = B * slots_per_row if num_chunks is None else num_chunks
+    lengths = Lengths(N, total, slots_per_row if longest is None else longest)
     config, segment_chunks = pick_config(K, V, dtype_name(q), HV, lengths, num_sms(device), output_h, auto_cp)
-    split = segment_chunks < slots_per_row
+    split = segment_chunks < lengths.longest
     segments_per_row = -(-slots_per_row // segment_chunks)
     segments = (
         B * segments_per_row if cu_seqlens is None else num_tokens // (segment_chunks * CHUNK) + N if split else N
