@@ -23,9 +23,10 @@ from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chu
 from flash_qla_tl.testing import cold_copies
 
 GRADIENTS = ("dq", "dk", "dv", "db", "dg", "dh0")
-OUTPUTS = {"fwd": ("o", "ht"), "bwd": GRADIENTS}
+LEAVES = ("q", "k", "v", "beta", "g", "initial_state")
+OUTPUTS = {"fwd": ("o", "ht"), "bwd": GRADIENTS, "step": ("o", "ht", *GRADIENTS)}
 # The largest relative error of a result that is timed.
-LIMITS = {"fwd": 0.008, "bwd": 0.02}
+LIMITS = {"fwd": 0.008, "bwd": 0.02, "step": 0.02}
 
 Call = Callable[[], tuple[Tensor, ...]]
 
@@ -33,7 +34,7 @@ Call = Callable[[], tuple[Tensor, ...]]
 def arguments(shape: shapes.Shape, mode: str, device: str) -> dict:
     """What an implementation is given; those of the backward include do and dht."""
     args = {"cu_seqlens": None, **shape.inputs(device)}
-    if mode == "bwd":
+    if mode != "fwd":
         args["do"] = torch.randn_like(args["v"])
         args["dht"] = torch.randn_like(args["initial_state"])
     return args
@@ -106,9 +107,61 @@ def flashinfer_fwd(x: dict) -> Call:
     return call
 
 
+def fla() -> Callable:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule
+
+
+def flash_qla() -> Callable:
+    import flash_qla
+
+    return flash_qla.chunk_gated_delta_rule
+
+
+# The public functions of a training step.
+FUNCTIONS = {report.OURS: lambda: chunk_gated_delta_rule, "fla": fla, "flash_qla": flash_qla}
+
+
+def halves(name: str, x: dict) -> tuple[Call, Callable]:
+    """The forward of a training step, and what makes the gradients of its results."""
+    x, function = dict(x), FUNCTIONS[name]()
+    weights = x.pop("do"), x.pop("dht")
+    leaves = [x[leaf].requires_grad_() for leaf in LEAVES]
+    return lambda: function(**x, output_final_state=True)[:2], lambda out: torch.autograd.grad(out, leaves, weights)
+
+
+def step(name: str) -> Callable[[dict], Call]:
+    def prepare(x: dict) -> Call:
+        forward, backward = halves(name, x)
+
+        def call() -> tuple[Tensor, ...]:
+            outputs = forward()
+            return *outputs, *backward(outputs)
+
+        return call
+
+    return prepare
+
+
+def memory_mib(name: str, x: dict) -> tuple[float, float]:
+    """Of a training step: kept between forward and backward beside inputs and outputs, and the peak beside inputs."""
+    forward, backward = halves(name, x)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = forward()
+    held = torch.cuda.memory_allocated() - before - sum(out.nbytes for out in outputs)
+    gradients = backward(outputs)
+    torch.cuda.synchronize()
+    del gradients
+    return held / 2**20, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 IMPLEMENTATIONS = {
     "fwd": {report.OURS: ours_fwd, "fla": fla_fwd, "flash_qla": flash_qla_fwd, "flashinfer": flashinfer_fwd},
     "bwd": {report.OURS: ours_bwd, "fla": fla_bwd, "flash_qla": flash_qla_bwd},
+    "step": {name: step(name) for name in FUNCTIONS},
 }
 
 
@@ -138,17 +191,19 @@ def exact(x: dict, mode: str) -> dict[str, Tensor]:
     }
     if mode == "bwd":
         return dict(zip(GRADIENTS, ours_bwd(x)(), strict=True))
+    if mode == "step":
+        return dict(zip(OUTPUTS[mode], step(report.OURS)(x)(), strict=True))
     o, ht = chunk_gated_delta_rule(**x, output_final_state=True, backend="torch")
     return {"o": o, "ht": ht}
 
 
-def measure(shape: shapes.Shape, mode: str, device: str, implementations: dict) -> tuple:
-    """Times and errors by implementation; one that fails is left out, and said why."""
+def measure(shape: shapes.Shape, mode: str, device: str, implementations: dict) -> tuple[dict, dict, dict]:
+    """Times, errors and, of a training step on a GPU, MiB by implementation; one that fails is left out, and said why."""
     torch.manual_seed(0)
     args = arguments(shape, mode, device)
     truth = exact(args, mode)
     sets = cold_copies(args, device)
-    ms, errors = {}, {}
+    ms, errors, mib = {}, {}, {}
     for name, prepare in implementations.items():
         try:
             calls = [prepare(x) for x in sets]
@@ -157,16 +212,18 @@ def measure(shape: shapes.Shape, mode: str, device: str, implementations: dict) 
             found = report.gate(dict(zip(OUTPUTS[mode], outputs, strict=True)), truth, LIMITS[mode])
             del outputs
             errors[name] = max(found.values())
+            if mode == "step" and device == "cuda":
+                mib[name] = [round(x, 1) for x in memory_mib(name, sets[0])]
             ms[name] = report.median_ms(calls, device)
         except Exception as error:  # a peer's failure must not cost the others their row
             print(f"{shape}: {name} is not timed: {type(error).__name__}: {error}", flush=True)
-    return ms, errors
+    return ms, errors, mib
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mode", choices=("fwd", "bwd"), default="fwd")
-    parser.add_argument("--set", choices=shapes.SETS, help="default: prefill, or training with bwd")
+    parser.add_argument("--mode", choices=tuple(OUTPUTS), default="fwd")
+    parser.add_argument("--set", choices=shapes.SETS, help="default: prefill with fwd, else training")
     parser.add_argument("--num-heads", type=int, default=32, help="HV where a set names no heads")
     parser.add_argument("--rows", type=int, nargs="+", help="only these rows of the set, from 0")
     parser.add_argument("--skip-fi", action="store_true", help="do not measure FlashInfer")
@@ -176,7 +233,7 @@ def main() -> int:
     options = parser.parse_args()
 
     mode = options.mode
-    workloads = shapes.shapes(options.set or {"fwd": "prefill", "bwd": "training"}[mode], options.num_heads)
+    workloads = shapes.shapes(options.set or ("prefill" if mode == "fwd" else "training"), options.num_heads)
     if options.rows is not None:
         workloads = [workloads[i] for i in options.rows]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -184,8 +241,8 @@ def main() -> int:
 
     rows = []
     for shape in workloads:
-        ms, errors = measure(shape, mode, device, implementations)
-        rows.append(report.make_row(shape, mode, ms, errors, options.commit))
+        ms, errors, mib = measure(shape, mode, device, implementations)
+        rows.append(report.make_row(shape, mode, ms, errors, options.commit, mib))
         print(shape, rows[-1]["ms"], rows[-1]["error"], flush=True)
     return report.finish(rows, options.out, options.plot)
 

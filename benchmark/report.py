@@ -98,9 +98,17 @@ def _median_on_cpu(calls: list[Callable]) -> float:
 
 
 def make_row(
-    shape: Shape, mode: str, ms: dict[str, float], errors: dict[str, float], commit: str | None = None
+    shape: Shape,
+    mode: str,
+    ms: dict[str, float],
+    errors: dict[str, float],
+    commit: str | None = None,
+    mib: dict[str, list[float]] | None = None,
 ) -> dict:
-    """One line of a results file: what was measured, and everything needed to measure it again."""
+    """One line of a results file: what was measured, and everything needed to measure it again.
+
+    ``mib``: of a training step, what is kept for the backward and the peak.
+    """
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -116,6 +124,7 @@ def make_row(
         "floor_ms": round(shape.floor_ms(mode), 4),
         "ms": {name: round(x, 5) for name, x in ms.items()},
         "error": {name: float(f"{x:.3g}") for name, x in errors.items()},
+        **({"mib": mib} if mib else {}),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda,
         "versions": versions,
@@ -211,7 +220,8 @@ def peers(row: dict) -> dict[str, float]:
 def table(rows: list[dict]) -> str:
     """Aligned text: floor, ours, how far that is from the floor, each peer, the best over ours."""
     names = list({name: None for row in rows for name in peers(row)})
-    lines = [["ms", "floor", OURS, "x floor", *names, "best/ours"]]
+    memory = list({name: None for row in rows for name in row.get("mib", {})})
+    lines = [["ms", "floor", OURS, "x floor", *names, "best/ours", *(f"MiB {name}" for name in memory)]]
     ratios = []
     for row in rows:
         ours, others = row["ms"].get(OURS), peers(row)
@@ -223,11 +233,15 @@ def table(rows: list[dict]) -> str:
             cells.append(f"{ratios[-1]:.2f}")
         else:
             cells.append("-")
+        mib = row.get("mib", {})
+        cells += ["{:.0f} / {:.0f}".format(*mib[name]) if name in mib else "-" for name in memory]
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
     if any(name.endswith("*") for name in names):
         text.append("* measured earlier, see benchmark/results")
+    if memory:
+        text.append("MiB: kept for the backward, beside inputs and outputs / at the peak, beside inputs")
     if ratios:
         text.append(f"geometric mean of best/ours: {statistics.geometric_mean(ratios):.3f}")
     return "\n".join(text)
@@ -267,7 +281,7 @@ def plot(rows: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tables and a plot of recorded rows.")
     parser.add_argument("results", type=Path)
-    parser.add_argument("--mode", choices=("fwd", "bwd", "kda_fwd"), default="fwd")
+    parser.add_argument("--mode", choices=("fwd", "bwd", "step", "kda_fwd"), default="fwd")
     parser.add_argument("--plot", type=Path, help="a PNG to write")
     args = parser.parse_args()
     rows = [row for row in read(args.results) if row["mode"] == args.mode]

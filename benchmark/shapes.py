@@ -45,6 +45,8 @@ class Shape:
     def floor_ms(self, mode: str) -> float:
         """Milliseconds that no kernel for an H200 beats; see flash_qla_tl/costs.py."""
         work = Workload(self.seqlens, self.H, self.HV, self.K, self.V)
+        if mode == "step":
+            return work.floor("gdn_fwd").floor_ms + work.floor("gdn_bwd").floor_ms
         return work.floor(mode if mode.startswith("kda") else f"gdn_{mode}").floor_ms
 
 

@@ -158,11 +158,11 @@ def test_gate_comes_before_the_time():
         raise RuntimeError("no such kernel")
 
     implementations = {"unwritten": unwritten, "raises": raises, "ours": bench.ours_fwd}
-    ms, errors = bench.measure(shapes("smoke")[0], "fwd", "cpu", implementations)
+    ms, errors, _ = bench.measure(shapes("smoke")[0], "fwd", "cpu", implementations)
     assert list(ms) == ["ours"] and list(errors) == ["ours"] and ms["ours"] > 0
 
 
-@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "step"])
 def test_smoke(mode, tmp_path, monkeypatch, capsys):
     """The script itself, on the CPU; a row that was recorded as faster makes it fail."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

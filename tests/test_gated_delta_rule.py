@@ -626,6 +626,39 @@ def test_first_call_in_a_graph():
     assert same(captured, expected)
 
 
+@on_gpu
+@pytest.mark.parametrize("inside", [False, True], ids=["plain", "activations"])
+def test_training_step_in_a_graph(inside):
+    """Forward and backward captured once; replayed with other values in the same tensors, the boundaries among them."""
+    options = {**NORM, **SIGMOID, "use_gate_in_kernel": True} if inside else {}
+
+    def make(lengths):
+        x = inputs(H=2, HV=4, K=128, lengths=lengths, T=330, h0_dtype=FP32, device="cuda")
+        if inside:
+            x |= {"A_log": torch.randn(4, device="cuda"), "dt_bias": torch.randn(4, device="cuda")}
+        return x, torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+
+    def step(x, do, dht):
+        leaves = {name: y.detach().requires_grad_() for name, y in x.items() if y.is_floating_point()}
+        outputs = chunk_gated_delta_rule(**{**x, **leaves}, **options, output_final_state=True)
+        return *outputs, *torch.autograd.grad(outputs, list(leaves.values()), (do, dht))
+
+    (x, do, dht), other = make([100, 0, 63, 100]), make([1, 130, 64, 0])
+    expected = step(x, do, dht)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x, do, dht)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(captured, expected)
+    for name, y in other[0].items():
+        x[name].copy_(y)
+    do.copy_(other[1]), dht.copy_(other[2])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(captured, step(*other))
+
+
 @pytest.mark.parametrize("offset, last", [(1, 1), (4, 1), (0, 2)])
 def test_strides_a_kernel_cannot_take(device, offset, last):
     """Rows that are not 16-byte aligned, and a last stride of 2."""
