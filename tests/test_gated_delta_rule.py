@@ -1035,3 +1035,27 @@ def test_lengths_that_the_host_knows(monkeypatch, needs_grad):
     chunk_gated_delta_rule(**args)
     chunk_gated_delta_rule(**args, cu_seqlens_cpu=args["cu_seqlens"])
     assert said == [(None, None), (4, 3)]
+
+
+@pytest.mark.parametrize("strong", [-1e3, -1e6, -1e9])
+def test_a_strong_gate_is_its_own_token(device, strong):
+    """However strong: the tokens before it do not know it, to the bit, nor does the sum of their gates."""
+    args = inputs(1, 130, 1, 2, 128, g_dtype=FP32, device=device)
+    other = {**args, "g": args["g"].clone()}
+    for token in (21, 64, 99):
+        args["g"][:, token], other["g"][:, token] = -20, strong
+        for call in (run, lambda x: chunk_gated_delta_rule_fwd(**x)[:3]):
+            assert all(
+                torch.equal(x[:, :token], y[:, :token]) for x, y in zip(call(args)[:1], call(other)[:1], strict=True)
+            )
+        args["g"][:, token] = other["g"][:, token] = -0.1
+
+
+def test_norms_of_keys_far_apart(device):
+    """With the L2 norm inside, a short key behind a long one is as good as any: nothing overflows."""
+    args = inputs(1, 70, 1, 1, 128, device=device)
+    direction = args["k"][:, 3:4]
+    args["k"] = (direction + args["k"]).to(BF16)
+    lengths = torch.logspace(-3, 2.5, 70, device=device)[torch.randperm(70, device=device)]
+    args["k"] = (args["k"] * lengths[:, None, None]).to(BF16)
+    check(args, **NORM)

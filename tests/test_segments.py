@@ -45,12 +45,18 @@ def gates(x, decay):
 
 @pytest.mark.parametrize("decay", ["none", "slow", "fast", "mixed"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_same_as_whole(segments, shape, decay):
-    x = inputs(**{"K": 128, **SHAPES[shape]}, h0_dtype=torch.float32, device="cuda")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_same_as_whole(segments, shape, decay, dtype):
+    x = inputs(**{"K": 128, **SHAPES[shape]}, h0_dtype=torch.float32, dtype=dtype, device="cuda")
     gates(x, decay)
+    if shape == "padded":  # what no sequence has may be anything
+        for name in ("q", "k", "v", "g", "beta"):
+            if x[name] is not None:
+                x[name][:, 570:] = torch.nan
     o, ht = chunk_gated_delta_rule(**x, output_final_state=True)
     whole = chunk_gated_delta_rule(**x, output_final_state=True, auto_cp=False)
     exact = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in x.items()}
+    assert not o[:, 570:].any() or shape != "padded"
     truth = chunk_gated_delta_rule(**exact, output_final_state=True, backend="torch")
     for ours, unsplit, expected in zip((o, ht), whole, truth, strict=True):
         assert rel_l2(ours, expected) < max(LIMIT, 1.2 * rel_l2(unsplit, expected))
@@ -58,6 +64,18 @@ def test_same_as_whole(segments, shape, decay):
         assert rel_l2(ours, unsplit) < 6e-3
     again = chunk_gated_delta_rule(**x, output_final_state=True)
     assert torch.equal(again[0], o) and torch.equal(again[1], ht)
+
+
+def test_activations_inside(segments):
+    x = inputs(1, 700, 2, 4, 128, normalised=False, device="cuda")
+    x |= {
+        "g": torch.randn_like(x["g"]) - 4,
+        "A_log": torch.zeros(4, device="cuda"),
+        "dt_bias": torch.zeros(4, device="cuda"),
+    }
+    x |= {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    ours, whole = (chunk_gated_delta_rule(**x, output_final_state=True, auto_cp=auto_cp) for auto_cp in (True, False))
+    assert all(rel_l2(a, b) < 6e-3 for a, b in zip(ours, whole, strict=True))
 
 
 def test_states_of_chunks_and_training(segments):
@@ -103,10 +121,11 @@ def test_batch_does_not_matter_without():
     assert rel_l2(o, chunk_gated_delta_rule(**x, auto_cp=False)[0]) < 6e-3
 
 
-@pytest.mark.parametrize("cu", [[0, 5000, 2000], [700, 100, 90000], [-5, 3, 640]])
+@pytest.mark.parametrize("cu", [[0, 5000, 2000], [700, 100, 90000], [-5, 3, 640], [640, 640, 640], [500, 640, 0]])
 def test_contents_that_make_no_sense(segments, cu):
     """Nothing outside of the tensors is touched, and nothing hangs."""
     x = inputs(B=1, T=640, H=1, HV=2, K=128, device="cuda")
     x["cu_seqlens"] = torch.tensor(cu, dtype=torch.int32, device="cuda")
     chunk_gated_delta_rule(**x, output_final_state=True)
+    chunk_gated_delta_rule_fwd(**x, output_h=True)
     torch.cuda.synchronize()

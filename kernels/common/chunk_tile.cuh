@@ -380,58 +380,6 @@ QLA_DEVICE void qla_rows(const float* tab, unsigned x, unsigned tile, int keep) 
     if (j < w) qla_stmatrix(qla_block(tile, l, w, j), n[j][0], n[j][1], n[j][2], n[j][3]);
 }
 
-// One warpgroup, in two halves between which kk is dead: kk = K K^T (64x64 accumulator) -> T = decay * A * beta, the lower
-// triangle of tile. x: fp16 scratch tile, diag: 4 x 128 floats. With keep, x becomes A on and below its
-// diagonal blocks.
-QLA_DEVICE void qla_solve_diagonal(const float* kk, const float* tab, void* x_, float* diag) {
-  unsigned x = qla_smem(x_);
-  int thread = qla_thread(), w = thread >> 5, l = thread & 31;
-  float b0 = tab[QLA_BETA_ROW + w * 16 + (l >> 2)], b1 = tab[QLA_BETA_ROW + w * 16 + (l >> 2) + 8];
-  diag += w * 128;
-  qla_sync();  // the last chunk's rows have been read
-  unsigned l21 = qla_store_lower(kk, b0, b1, x, diag, w, l);
-  __syncwarp();
-  qla_diag_inverse(diag, l21, x, w, l);
-  __syncwarp();
-}
-
-QLA_DEVICE void qla_solve_rows(const float* tab, void* x, void* tile, int keep) {
-  qla_rows(tab, qla_smem(x), qla_smem(tile), keep);
-}
-
-// kq = K Q^T (keys are rows) -> P^T = scale * decay * K Q^T for queries at or after the key. Warp w owns the 16 keys of block w, so the
-// warp with the shortest row of A has the longest row of P^T.
-QLA_DEVICE void qla_scores(const float* kq, const float* tab, void* tile_) {
-  unsigned tile = qla_smem(tile_);
-  int thread = qla_thread(), w = thread >> 5, l = thread & 31, g = l >> 2, t = (l & 3) * 2, r = w * 16 + g, c = w * 16 + t;
-  float g0 = tab[QLA_G + r], g1 = tab[QLA_G + r + 8];
-  float2 x0 = *(const float2*)(tab + QLA_G + c), x1 = *(const float2*)(tab + QLA_G + c + 8);
-  float2 s0 = *(const float2*)(tab + QLA_SCALE + c), s1 = *(const float2*)(tab + QLA_SCALE + c + 8);
-  float own[8];
-  qla_own_block(kq, w, own);
-  qla_stmatrix(qla_block(tile, l, w, w),
-               qla_pack(t >= g ? own[0] * s0.x * qla_exp2(x0.x - g0) : 0.f, t + 1 >= g ? own[1] * s0.y * qla_exp2(x0.y - g0) : 0.f), 0,
-               qla_pack(own[4] * s1.x * qla_exp2(x1.x - g0), own[5] * s1.y * qla_exp2(x1.y - g0)),
-               qla_pack(t >= g ? own[6] * s1.x * qla_exp2(x1.x - g1) : 0.f, t + 1 >= g ? own[7] * s1.y * qla_exp2(x1.y - g1) : 0.f));
-#pragma unroll
-  for (int i = 1; i < 4; i++)
-    if (i > w) {
-      const float *y = kq + 8 * i, *col = tab + (i == 1 ? QLA_COL1 : i == 2 ? QLA_COL2 : QLA_COL3) + r;
-      const float *e = tab + QLA_ROW + 16 * i + t, *s = tab + QLA_SCALE + 16 * i + t;
-      float c0 = col[0], c1 = col[8];
-      float2 e0 = *(const float2*)e, e1 = *(const float2*)(e + 8), f0 = *(const float2*)s, f1 = *(const float2*)(s + 8);
-      e0.x *= f0.x, e0.y *= f0.y, e1.x *= f1.x, e1.y *= f1.y;
-      qla_stmatrix(qla_block(tile, l, w, i), qla_pack(y[0] * (c0 * e0.x), y[1] * (c0 * e0.y)), qla_pack(y[2] * (c1 * e0.x), y[3] * (c1 * e0.y)),
-                   qla_pack(y[4] * (c0 * e1.x), y[5] * (c0 * e1.y)), qla_pack(y[6] * (c1 * e1.x), y[7] * (c1 * e1.y)));
-    }
-}
-
-// Zero the 16x16 blocks of a tile that its triangle never writes: above the diagonal (T) or below it (P^T).
-QLA_DEVICE void qla_zero_triangle(void* tile, int upper) {
-  int thread = qla_thread(), w = thread >> 5, l = thread & 31;
-  for (int j = upper ? w + 1 : 0; j < (upper ? 4 : w); j++) qla_stmatrix(qla_block(qla_smem(tile), l, w, j), 0, 0, 0, 0);
-}
-
 // The number at an address, of run-time type (0: fp32, 1: bf16, 2: fp16), from the word that holds it. Without branches: the compiler
 // would make a copy for each type of all that follows.
 QLA_DEVICE unsigned qla_word(long long address) { return *(const unsigned*)(address & ~3ll); }

@@ -4,8 +4,8 @@ With G the in-chunk cumulative log2 decay, e(b) the G of the last token of block
 norms of the rows of k and q (1 where no L2 norm is asked for), per token of the chunk, in shared memory:
 
     G          the sum itself
-    BETA_ROW   beta r_k^2          rows of L = beta K K^T
-    BETA       beta r_k            columns of T
+    BETA       beta                rows of L = beta K K^T, columns of T
+    NORM       r_k                 rows of T
     ROW        2^(G - e(b - 1))    rows of block row b, and
     COL1..3    2^(e(b - 1) - G)    columns before block row b: decay below the diagonal blocks, each factor at most 1
     SCALE      scale r_q           columns of P^T
@@ -20,8 +20,7 @@ and, for the walk over the chunks, in global memory:
     REACH[0]   G_last + growth     log2 of what is left of a state behind the chunk, at most: growth is the sum of
                                    log2 max(1, |1 - beta |k|^2|) over its tokens, 0 for beta |k|^2 from 0 to 2
 
-The norm of k costs no more than this: with L, T and Vn scaled by diag(r_k) from the right sides, A becomes
-R^-1 A R, and Vn comes out as r_k Vn, which is what both of its uses want.
+With T's rows scaled by r_k, Vn comes out as r_k Vn, which is what both of its uses want: so q and k themselves stay as they are.
 """
 
 from pathlib import Path
@@ -30,7 +29,7 @@ import tilelang.language as T
 
 ROWS = {
     "G": 0,
-    "BETA_ROW": 64,
+    "NORM": 64,
     "BETA": 128,
     "ROW": 192,
     "COL1": 256,  # 16 tokens
@@ -76,8 +75,10 @@ def write_gates(table, s, g, beta, norm_k, scale_q, lane):
     pair = g[0] + g[1]
     total[0] = pair * LOG2E
     warp_cumsum(total, lane)
+    # Not total - g[1]: what a strong gate leaves of a difference is another number, and a token's decay is not to know the next one's.
+    below = T.shfl_up(total[0], 1)
     G[1] = total[0]
-    G[0] = total[0] - g[1] * LOG2E
+    G[0] = T.if_then_else(lane == 0, 0.0, below) + g[0] * LOG2E
     before[0] = 0.0
     for b in T.unroll(1, 4):
         end = T.shfl_sync(total[0], 8 * b - 1)
@@ -89,9 +90,9 @@ def write_gates(table, s, g, beta, norm_k, scale_q, lane):
     for i in T.vectorized(2):
         table[s, ROWS["G"] + 2 * lane + i] = G[i]
     for i in T.vectorized(2):
-        table[s, ROWS["BETA_ROW"] + 2 * lane + i] = beta[i] * norm_k[i] * norm_k[i]
+        table[s, ROWS["NORM"] + 2 * lane + i] = norm_k[i]
     for i in T.vectorized(2):
-        table[s, ROWS["BETA"] + 2 * lane + i] = beta[i] * norm_k[i]
+        table[s, ROWS["BETA"] + 2 * lane + i] = beta[i]
     for i in T.vectorized(2):
         table[s, ROWS["ROW"] + 2 * lane + i] = T.exp2(G[i] - before[0])
     for i in T.vectorized(2):
@@ -112,6 +113,6 @@ def write_factors(table, s, factors, slot, i_hv, norm_k, scale_q, reach, lane):
     for i in T.vectorized(2):
         factors[slot, i_hv, FACTORS["DECAY"] + 2 * lane + i] = T.exp2(last - G[i])
     for i in T.vectorized(2):
-        factors[slot, i_hv, FACTORS["BETA"] + 2 * lane + i] = table[s, ROWS["BETA"] + 2 * lane + i]
+        factors[slot, i_hv, FACTORS["BETA"] + 2 * lane + i] = table[s, ROWS["BETA"] + 2 * lane + i] * norm_k[i]
     if lane < 4:
         factors[slot, i_hv, FACTORS["LAST"] + lane] = T.if_then_else(lane == 0, T.exp2(last), reach)

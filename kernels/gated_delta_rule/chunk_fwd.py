@@ -260,7 +260,7 @@ def build(config: Config):
             length = T.alloc_var("int32")
             ends = T.alloc_var("bool")
             bos += i_s * (segment_chunks * CHUNK)
-            length = T.max(T.min(eos - bos, segment_chunks * CHUNK), 0)
+            length = T.if_then_else(i_s < 0, 0, T.max(T.min(eos - bos, segment_chunks * CHUNK), 0))
             ends = eos - bos == length and (i_s == 0 or length > 0)
             num_chunks = (length + CHUNK - 1) // CHUNK
             row0 = T.cast(i_b, "int64") * num_tokens + bos

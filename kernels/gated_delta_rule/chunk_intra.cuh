@@ -1,7 +1,9 @@
 // What one warp does for one value head of a chunk: the inverse A, and T and P^T in one tile. Included behind
 // kernels/common/chunk_tile.cuh, whose fragments and mma.sync it uses.
 //
-//     A = (I + L)^-1,  L = strict_lower(beta K K^T)          T = decay o A o beta          P = scale decay o (Q K^T)
+//     A = (I + L)^-1,  L = strict_lower(beta K K^T)          T = r_k decay o A o beta          P = scale decay o (Q K^T)
+//
+// (r_k: where the L2 norm of k is asked for, its reciprocal; 1 else.)
 //
 // By blocks of 16: D_i the inverses of the diagonal blocks of I + L, A_ii = D_i, and along a block row from its diagonal to the left
 //
@@ -12,7 +14,8 @@
 // another warp. D is made by forward substitution in fp32: it keeps keys that repeat exact, where a power series cancels.
 //
 // Shared by the warps of a CTA, in place of K and Q once their products are done, fp32:
-//     raw   [64, QLA_RAW]  q_i . k_j on and below the diagonal; above it k_i . k_j; behind the columns k_i . k_i
+//     raw   [64, QLA_RAW]  q_i . k_j on and below the diagonal; above it k_i . k_j; behind the columns k_i . k_i (keys of length 1
+//                          where the L2 norm is asked for)
 // Each warp's own, one behind the other:
 //     tab   the gate table of its head (kernels/common/gates.py)
 //     dt    D^T of the four blocks in fp16, each as its four 8x8 quarters of 128 bytes, row by row
@@ -44,18 +47,21 @@ QLA_DEVICE void qla_read_gates(float* gates, float* betas, long long g, int g_ty
   }
 }
 
-// The products from the accumulators of the warpgroup (rows: kk keys, qk queries) to raw.
-QLA_DEVICE void qla_store_products(const float* kk, const float* qk, float* raw) {
+// The products from the accumulators of the warpgroup (rows: kk keys, qk queries) to raw, those of keys with their norms, which
+// come as reciprocals.
+QLA_DEVICE void qla_store_products(const float* kk, const float* qk, const float* norm, float* raw) {
   int thread = qla_thread(), w = thread >> 5, l = thread & 31, g = l >> 2, t = (l & 3) * 2;
 #pragma unroll
   for (int j = 0; j < 4; j++)
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       int i = 8 * j + 2 * q, row = g + 8 * (q & 1), col = t + 8 * (q >> 1);
+      float2 columns = *(const float2*)(norm + 16 * j + col);
+      float r = norm[16 * w + row], x = kk[i] * (r * columns.x), y = kk[i + 1] * (r * columns.y);
       bool above = j > w || (j == w && col > row), next = j > w || (j == w && col + 1 > row);
       float* to = raw + (16 * w + row) * QLA_RAW;
-      *(float2*)(to + 16 * j + col) = make_float2(above ? kk[i] : qk[i], next ? kk[i + 1] : qk[i + 1]);
-      if (j == w && (col | 1) == (row | 1)) to[QLA_SQUARE] = col == row ? kk[i] : kk[i + 1];
+      *(float2*)(to + 16 * j + col) = make_float2(above ? x : qk[i], next ? y : qk[i + 1]);
+      if (j == w && (col | 1) == (row | 1)) to[QLA_SQUARE] = col == row ? x : y;
     }
 }
 
@@ -65,7 +71,8 @@ QLA_DEVICE float qla_reach(const float* tab, const float* raw, int l) {
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     int token = 2 * l + e;
-    growth += __log2f(fmaxf(fabsf(1.f - tab[QLA_BETA_ROW + token] * raw[token * QLA_RAW + QLA_SQUARE]), 1.f));
+    float x = fabsf(1.f - tab[QLA_BETA + token] * raw[token * QLA_RAW + QLA_SQUARE]);
+    growth += x <= 1.f ? 0.f : __log2f(x);  // a NaN stays one: nothing behind it is dropped
   }
 #pragma unroll
   for (int i = 16; i; i >>= 1) growth += __shfl_xor_sync(0xffffffffu, growth, i);
@@ -87,8 +94,8 @@ QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* raw, unsign
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     float u[8] = {0, 0, 0, 0, 0, 0, 0, 0}, beta[8];
-    *(float4*)beta = *(const float4*)(tab + QLA_BETA_ROW + 16 * b + 8 * h);
-    *(float4*)(beta + 4) = *(const float4*)(tab + QLA_BETA_ROW + 16 * b + 8 * h + 4);
+    *(float4*)beta = *(const float4*)(tab + QLA_BETA + 16 * b + 8 * h);
+    *(float4*)(beta + 4) = *(const float4*)(tab + QLA_BETA + 16 * b + 8 * h + 4);
 #pragma unroll
     for (int k = 0; k < 8; k++) {
       s[h][k] = fmaf(-beta[k], u[k], k == c ? 1.f : 0.f);
@@ -113,7 +120,7 @@ QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* raw, unsign
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     float2 y = *(const float2*)(raw + (16 * i + g) * QLA_RAW + 16 * i + 8 + t);
-    float2 beta = *(const float2*)(tab + QLA_BETA_ROW + 16 * i + 8 + t);
+    float2 beta = *(const float2*)(tab + QLA_BETA + 16 * i + 8 + t);
     l21[i] = qla_half2(y.x * beta.x, y.y * beta.y);
   }
 #pragma unroll
@@ -131,7 +138,7 @@ QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* raw, unsign
 
 // Block (i, j) of L, below the diagonal, as a right operand: beta_row k_row . k_column.
 QLA_DEVICE void qla_lower_block(const float* tab, const float* raw, int i, int j, int g, int t, unsigned* b) {
-  const float *x = raw + (16 * j + g) * QLA_RAW + 16 * i + t, *beta = tab + QLA_BETA_ROW + 16 * i + t;
+  const float *x = raw + (16 * j + g) * QLA_RAW + 16 * i + t, *beta = tab + QLA_BETA + 16 * i + t;
   float2 b0 = *(const float2*)beta, b1 = *(const float2*)(beta + 8);
 #pragma unroll
   for (int h = 0; h < 2; h++, x += 8 * QLA_RAW) {
@@ -154,7 +161,7 @@ QLA_DEVICE void qla_flush_rows(unsigned rows, long long to, int stride, int vali
 }
 
 // Block rows `part`, part + split, ... (in the order 3, 2, 0, 1) of a value head: T below the diagonal and P^T on and above it go to
-// `tile`, and, where A_address is not 0, A's `valid` rows there, A_stride bytes apart. (T's diagonal is beta, which the walk has.)
+// `tile`, and, where A_address is not 0, A's `valid` rows there, A_stride bytes apart. (T's diagonal is beta r_k, which the walk has.)
 QLA_DEVICE void qla_chunk_head(const float* tab, const float* raw, int part, int split, void* tile_, long long A_address, int A_stride,
                                int valid) {
   int l = qla_thread() & 31, g = l >> 2, t = (l & 3) * 2;
@@ -178,7 +185,7 @@ QLA_DEVICE void qla_chunk_head(const float* tab, const float* raw, int part, int
         for (int e = 0; e < 2; e++) {
           float G_row = tab[QLA_G + row], G_col = tab[QLA_G + col + e];
           bool below = q == 1 || (q != 2 && t + e < g);
-          float x = below ? (e ? f.y : f.x) * tab[QLA_BETA + col + e] : raw[(col + e) * QLA_RAW + row] * tab[QLA_SCALE + col + e];
+          float x = below ? (e ? f.y : f.x) * (tab[QLA_BETA + col + e] * tab[QLA_NORM + row]) : raw[(col + e) * QLA_RAW + row] * tab[QLA_SCALE + col + e];
           y[e] = x * qla_exp2(below ? G_row - G_col : G_col - G_row);
         }
         d[q] = make_float2(y[0], y[1]);
@@ -187,7 +194,7 @@ QLA_DEVICE void qla_chunk_head(const float* tab, const float* raw, int part, int
     }
     // Below the diagonal: A along the row, and T.
     const float *col = tab + (i == 3 ? QLA_COL3 : i == 2 ? QLA_COL2 : QLA_COL1) + t, *beta = tab + QLA_BETA + t;
-    float e0 = -tab[QLA_ROW + r], e1 = -tab[QLA_ROW + r + 8];
+    float e0 = -tab[QLA_ROW + r] * tab[QLA_NORM + r], e1 = -tab[QLA_ROW + r + 8] * tab[QLA_NORM + r + 8];
 #pragma unroll
     for (int m = 1; m < 4; m++)
       if (m <= i) {

@@ -181,7 +181,8 @@ def build(K: int, dtype: str):
                 eos = T.alloc_var("int32")
                 find_sequence(i_n, bos, eos, cu_seqlens, cu_stride, slot, CHUNK, num_tokens, num_seqs, search_steps)
                 t0 = bos + (slot - bos // CHUNK - i_n) * CHUNK
-                valid = T.min(eos - t0, CHUNK)
+                if t0 >= bos:
+                    valid = T.min(eos - t0, CHUNK)
                 if i_n == num_seqs - 1 and slot >= eos // CHUNK + num_seqs:
                     first = T.alloc_var("int32")
                     rows = T.alloc_var("int32")
@@ -230,7 +231,7 @@ def build(K: int, dtype: str):
                 product(stage[1, :, :], stage[0, :, :], qk)
                 T.wait_wgmma(0)
                 T.sync_threads()
-                device("qla_store_products", kk.data, qk.data, T.address_of(raw[0]))
+                device("qla_store_products", kk.data, qk.data, T.address_of(norm_s[0, 0]), T.address_of(raw[0]))
                 T.sync_threads()
                 device("qla_clear_quarters", T.address_of(own[warp, TABLE]), lane)
                 for j in T.unroll(2):

@@ -3,7 +3,8 @@
     S_g = M_g S_g-1 + N_g       where exact[g] says that M counts; else S_g = N_g is there already
 
 Grid (sequences * HV * V / 64): a CTA of one warpgroup goes through the segments of a sequence with 64 rows of S^T and writes them over
-N^T. The product is made of 16-bit halves of both, three of four: to 2^-16.
+N^T. The product is made of 16-bit halves of both, three of four: to 2^-16 of a number in bf16, and to 2^-25 of 1 in fp16, whose
+exponents end there.
 """
 
 import functools

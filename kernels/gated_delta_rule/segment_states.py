@@ -143,7 +143,7 @@ def build(K: int, dtype: str):
                 if not transfer:
                     begins = 1
                     wanted = 1
-            elif bos < eos:
+            elif i_s > 0 and bos < eos:
                 num_chunks = T.call_extern(
                     "int32",
                     "qla_reach_back",
