@@ -1,93 +1,16 @@
-// Pieces of a 64-token chunk that TileLang has no word for: matrix loads and stores that transpose
-// (ldmatrix, stmatrix), mma.sync on register fragments, and the 64x64 triangular inverse built on them.
-// Everything else in the kernels is TileLang. The includer defines QLA_BF16 (1: bf16, 0: fp16 operands)
-// and the QLA_* rows of the gate table (kernels/common/gates.py).
+// Pieces of a 64-token chunk that TileLang has no word for: tiles that are transposed on their way, and the 64x64 triangular inverse on
+// mma.sync and register fragments. Everything else in the kernels is TileLang; PTX is in ptx.cuh, which comes in front. The includer
+// defines the QLA_* rows of the gate table (kernels/common/gates.py).
 //
 // Layouts. A fragment is the register image that wgmma and mma.sync share: in each 8x8 tile a lane holds
 // row lane / 4, columns 2 (lane % 4) and the next; a 16-row operand is {rows 0-7, rows 8-15} x {cols 0-7, cols 8-15}.
 // A 64x64 16-bit tile in shared memory has rows of 128 bytes under the 128-byte swizzle.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#define QLA_DEVICE __device__ __forceinline__
-
-QLA_DEVICE unsigned qla_half2(float lo, float hi) {
-  unsigned r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-
-// Two floats as two operands of the kernel's 16-bit type, and back.
-QLA_DEVICE unsigned qla_pack(float lo, float hi) {
-#if QLA_BF16
-  unsigned r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-#else
-  return qla_half2(lo, hi);
-#endif
-}
-
-QLA_DEVICE float2 qla_unpack(unsigned x) {
-#if QLA_BF16
-  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-#else
-  return __half22float2(*reinterpret_cast<__half2*>(&x));
-#endif
-}
-
-QLA_DEVICE float qla_exp2(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-
-// d += a b for one 16x8 tile, fp16 operands, fp32 accumulation.
-QLA_DEVICE void qla_mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // d += a b for one 16x16 tile.
 QLA_DEVICE void qla_mma16(float* d, const unsigned* a, const unsigned* b) {
   qla_mma(d, a, b[0], b[1]);
   qla_mma(d + 4, a, b[2], b[3]);
-}
-
-QLA_DEVICE void qla_stmatrix(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c), "r"(d));
-}
-
-QLA_DEVICE void qla_stmatrix_t(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b), "r"(c), "r"(d));
-}
-
-QLA_DEVICE void qla_ldmatrix(unsigned p, unsigned* r) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(p));
-}
-
-QLA_DEVICE void qla_ldmatrix_t(unsigned p, unsigned* r) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(p));
-}
-
-QLA_DEVICE unsigned qla_smem(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
-// A warpgroup's own barrier (TileLang numbers its own from 3 up). A constant: of a number that only the device knows ptxas does not
-// see how many barriers to reserve, and the instruction is illegal.
-QLA_DEVICE void qla_sync() { asm volatile("bar.sync 15, 128;" ::: "memory"); }
-
-// The thread in its warpgroup. The compiler may not see that it is the same in every iteration of a caller's loop: it would keep
-// dozens of addresses made from it, and has no registers for them.
-QLA_DEVICE int qla_thread() {
-  int t = threadIdx.x & 127;
-  asm volatile("" : "+r"(t));
-  return t;
 }
 
 // This lane's row address for an x4 matrix access to the 16x16 block (bi, bj) of a 64x64 tile.
@@ -147,14 +70,14 @@ QLA_DEVICE void qla_split_tile(void* tile_, void* p_, const float* diagonal) {
     for (int i = 0; i < 4; i++) {
       int row = (first + i) * 4 + (l >> 3), at = row * 128 + (((l & 7) ^ (row & 7)) << 4);
       if (first + i < 14 && (l & 7) > (first + i) / 2)
-        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x[i].x), "=r"(x[i].y), "=r"(x[i].z), "=r"(x[i].w) : "r"(tile + at));
+        x[i] = qla_load4(tile + at);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int row = (first + i) * 4 + (l >> 3), at = row * 128 + (((l & 7) ^ (row & 7)) << 4);
       if (first + i < 14 && (l & 7) > (first + i) / 2) {
-        asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(p + at), "r"(x[i].x), "r"(x[i].y), "r"(x[i].z), "r"(x[i].w) : "memory");
-        asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(tile + at), "r"(0) : "memory");
+        qla_store4(p + at, x[i].x, x[i].y, x[i].z, x[i].w);
+        qla_store4(tile + at, 0, 0, 0, 0);
       }
     }
   }
@@ -162,17 +85,16 @@ QLA_DEVICE void qla_split_tile(void* tile_, void* p_, const float* diagonal) {
 #pragma unroll
   for (int row = l; row < 64; row += 32) {
     int m = row & 7, at = row * 128 + (((row >> 3) ^ m) << 4);
-    unsigned x[4], d = qla_pack(diagonal[row], 0.f) << (m & 1) * 16;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(tile + at));
-    unsigned y[4];
+    uint4 both = qla_load4(tile + at);
+    unsigned x[4] = {both.x, both.y, both.z, both.w}, y[4], d = qla_pack(diagonal[row], 0.f) << (m & 1) * 16;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       unsigned below = m > 2 * j + 1 ? 0xffffffffu : m == 2 * j + 1 ? 0xffffu : 0u;
       y[j] = x[j] & ~below;
       x[j] = (x[j] & below) | (m >> 1 == j ? d : 0u);
     }
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(p + at), "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3]) : "memory");
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(tile + at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+    qla_store4(p + at, y[0], y[1], y[2], y[3]);
+    qla_store4(tile + at, x[0], x[1], x[2], x[3]);
   }
 }
 
@@ -258,20 +180,20 @@ QLA_DEVICE void qla_diag_inverse(const float* diag, unsigned l21, unsigned x, in
   unsigned row = x + (w * 16 + (l & 15)) * 128, left = row + (((2 * w) ^ (l & 7)) << 4), right = row + (((2 * w + 1) ^ (l & 7)) << 4);
   unsigned h0 = qla_half2(s[0], s[1]), h1 = qla_half2(s[2], s[3]), h2 = qla_half2(s[4], s[5]), h3 = qla_half2(s[6], s[7]);
   if (l < 16) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(second ? right : left), "r"(h0), "r"(h1), "r"(h2), "r"(h3) : "memory");
-    if (second) asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(left), "r"(0) : "memory");
+    qla_store4(second ? right : left, h0, h1, h2, h3);
+    if (second) qla_store4(left, 0, 0, 0, 0);
   }
   __syncwarp();
   unsigned d1, d2[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0}, b;
   float z[4] = {0, 0, 0, 0};
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(d1) : "r"(left));  // rows 0 to 7 from lanes 0 to 7
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(d2[0]) : "r"(x + (w * 16 + 8 + c) * 128 + (((2 * w + 1) ^ c) << 4)));
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(b) : "r"(l21));
+  d1 = qla_ldmatrix1(left);  // rows 0 to 7 from lanes 0 to 7
+  d2[0] = qla_ldmatrix1_t(x + (w * 16 + 8 + c) * 128 + (((2 * w + 1) ^ c) << 4));
+  b = qla_transpose(l21);
   qla_mma(z, d2, b, 0);
   y[0] = qla_half2(-z[0], -z[1]);
   z[0] = z[1] = 0.f;
   qla_mma(z, y, d1, 0);
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(right), "r"(qla_half2(z[0], z[1])) : "memory");
+  qla_stmatrix1_t(right, qla_half2(z[0], z[1]));
 }
 
 // Own rows of A from the own rows of L and the other warps' N and D; T = decay * A * beta, the lower triangle of tile; with keep, A

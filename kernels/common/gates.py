@@ -47,14 +47,14 @@ LN2 = 0.6931471805599453
 
 
 def device_source(dtype: str) -> str:
-    """chunk_tile.cuh for operands of one 16-bit type, with the rows of the table."""
+    """ptx.cuh and chunk_tile.cuh for operands of one 16-bit type, with the rows of the table."""
     defines = {
         "QLA_BF16": int(dtype == "bfloat16"),
         "QLA_TABLE": TABLE,
         **{f"QLA_{name}": at for name, at in ROWS.items()},
     }
     header = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return header + (Path(__file__).parent / "chunk_tile.cuh").read_text()
+    return header + "".join((Path(__file__).parent / name).read_text() for name in ("ptx.cuh", "chunk_tile.cuh"))
 
 
 @T.macro

@@ -27,7 +27,7 @@
 #define QLA_SQUARE 64
 
 // g (0 where there is none) and beta of this lane's two tokens, from the addresses of a chunk's first token and the bytes to the next
-// one; 0 from token `valid` on. The four loads are on their way before one is waited for; volatile, or they would be moved to their use.
+// one; 0 from token `valid` on. The four loads are on their way before one is waited for.
 QLA_DEVICE void qla_read_gates(float* gates, float* betas, long long g, int g_type, long long g_step, long long beta, int beta_type,
                                long long beta_step, int valid, int lane) {
   long long from[4];
@@ -38,7 +38,7 @@ QLA_DEVICE void qla_read_gates(float* gates, float* betas, long long g, int g_ty
     from[j] = (g ? g : beta) + token * g_step, from[2 + j] = beta + token * beta_step;
   }
 #pragma unroll
-  for (int i = 0; i < 4; i++) asm volatile("ld.global.b32 %0, [%1];" : "=r"(word[i]) : "l"(from[i] & ~3ll));
+  for (int i = 0; i < 4; i++) word[i] = qla_ask(from[i] & ~3ll);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     bool inside = 2 * lane + j < valid;
@@ -82,7 +82,7 @@ QLA_DEVICE float qla_reach(const float* tab, const float* raw, int l) {
 // The 8x8 quarters of D^T below its diagonal, which nothing writes.
 QLA_DEVICE void qla_clear_quarters(const float* dt_, int l) {
   unsigned dt = qla_smem(dt_);
-  asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(dt + (l >> 3) * 512 + 256 + (l & 7) * 16), "r"(0) : "memory");
+  qla_store4(dt + (l >> 3) * 512 + 256 + (l & 7) * 16, 0, 0, 0, 0);
 }
 
 // D^T of the four diagonal blocks. D = {{D1, 0}, {-D2 L21 D1, D2}}, D1 and D2 by forward substitution: a lane takes column l % 8 of
@@ -108,9 +108,7 @@ QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* raw, unsign
         if (4 * q + 3 > k) u[4 * q + 3] = fmaf(p.w, s[h][k], u[4 * q + 3]);
       }
     }
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(dt + b * 512 + h * 384 + c * 16), "r"(qla_half2(s[h][0], s[h][1])),
-                 "r"(qla_half2(s[h][2], s[h][3])), "r"(qla_half2(s[h][4], s[h][5])), "r"(qla_half2(s[h][6], s[h][7]))
-                 : "memory");
+    qla_store4(dt + b * 512 + h * 384 + c * 16, qla_half2(s[h][0], s[h][1]), qla_half2(s[h][2], s[h][3]), qla_half2(s[h][4], s[h][5]), qla_half2(s[h][6], s[h][7]));
   }
   __syncwarp();
   // Two blocks' quarters are the diagonal of one 16x16 operand.
@@ -153,8 +151,7 @@ QLA_DEVICE void qla_flush_rows(unsigned rows, long long to, int stride, int vali
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     int row = 4 * i + (l >> 3), col = l & 7;
-    uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(rows + row * 128 + ((col ^ (row & 7)) << 4)));
+    uint4 x = qla_load4(rows + row * 128 + ((col ^ (row & 7)) << 4));
     if (row < valid) *(uint4*)(to + (long long)row * stride + col * 16) = x;
   }
   __syncwarp();

@@ -87,7 +87,8 @@ def device_source(dtype: str) -> str:
     """chunk_tile.cuh for the neutral table, and kda_tile.cuh."""
     rows = {f"QLA_{name}": at for name, at in (gates.ROWS | gates.FACTORS | NEUTRAL).items()}
     header = "".join(f"#define {name} {at}\n" for name, at in {"QLA_BF16": int(dtype == "bfloat16"), **rows}.items())
-    files = Path(gates.__file__).parent / "chunk_tile.cuh", Path(__file__).parent / "kda_tile.cuh"
+    common = Path(gates.__file__).parent
+    files = common / "ptx.cuh", common / "chunk_tile.cuh", Path(__file__).parent / "kda_tile.cuh"
     return header + "".join(file.read_text() for file in files)
 
 

@@ -1,0 +1,224 @@
+// A warpgroup on the CPU: kernels/common/ptx.cuh's functions, and CUDA's own that the .cuh files use, for 128 threads that are fibers of
+// one. They take turns where they meet: an exchange within a warp, or a barrier. Shared memory is an array, an address in it an index.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+using std::max;
+using std::min;
+
+#define QLA_DEVICE static inline
+
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct __half2 { uint16_t x, y; };
+
+static float2 make_float2(float x, float y) { return {x, y}; }
+
+template <class To, class From> static To as(From x) {
+  To y;
+  static_assert(sizeof x == sizeof y);
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+static float __uint_as_float(unsigned x) { return as<float>(x); }
+static uint16_t __ushort_as_half(uint16_t x) { return x; }
+static float __half2float(uint16_t x) { return (float)as<_Float16>(x); }
+static float2 __half22float2(__half2 x) { return {__half2float(x.x), __half2float(x.y)}; }
+static uint16_t to_half(float x) { return as<uint16_t>((_Float16)x); }
+static float from_bf16(uint16_t x) { return as<float>((unsigned)x << 16); }
+static uint16_t to_bf16(float x) {
+  unsigned bits = as<unsigned>(x);
+  return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+static float device_log2(float x) { return std::log2(x); }
+#define __log2f device_log2
+
+// ---------------------------------------------------------------------------------------------------
+// Threads.
+
+const int THREADS = 128;
+static struct { ucontext_t context; std::vector<char> stack; bool done; } fibers[THREADS];
+static ucontext_t caller;
+static int current;
+struct Index { int x; };
+static Index this_thread() { return {current}; }
+#define threadIdx this_thread()
+
+static void next_fiber() {
+  int me = current, next = me;
+  do next = (next + 1) % THREADS;
+  while (fibers[next].done && next != me);
+  if (next == me) {
+    fprintf(stderr, "a thread waits for others that have ended\n");
+    abort();
+  }
+  current = next;
+  swapcontext(&fibers[me].context, &fibers[next].context);
+  current = me;
+}
+
+struct Barrier {
+  int waiting = 0, generation = 0;
+  void wait(int count) {
+    int mine = generation;
+    if (++waiting == count) waiting = 0, generation++;
+    else while (generation == mine) next_fiber();
+  }
+};
+static Barrier warp_barriers[4], barrier;
+static void __syncwarp() { warp_barriers[current / 32].wait(32); }
+static void __syncthreads() { barrier.wait(THREADS); }
+
+// What the lanes of a warp show each other.
+static unsigned shown[4][32][8];
+template <class F> static auto exchange(const unsigned* mine, int words, F read) {
+  auto& lanes = shown[current / 32];
+  memcpy(lanes[current % 32], mine, 4 * words);
+  __syncwarp();
+  auto result = read(lanes);
+  __syncwarp();
+  return result;
+}
+
+static float __shfl_xor_sync(unsigned, float x, int mask) {
+  unsigned word = as<unsigned>(x);
+  return exchange(&word, 1, [&](auto& lanes) { return as<float>(lanes[current % 32 ^ mask][0]); });
+}
+
+// Runs a function in all threads.
+static void (*body)();
+static void run_body() {
+  body();
+  fibers[current].done = true;
+  for (int i = 1; i <= THREADS; i++)
+    if (int next = (current + i) % THREADS; !fibers[next].done) {
+      current = next;
+      setcontext(&fibers[next].context);
+    }
+  setcontext(&caller);
+}
+
+static void run_threads(void (*function)()) {
+  body = function;
+  for (auto& b : warp_barriers) b = Barrier();
+  barrier = Barrier();
+  for (auto& fiber : fibers) {
+    fiber.done = false;
+    fiber.stack.resize(1 << 17);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    makecontext(&fiber.context, run_body, 0);
+  }
+  current = 0;
+  swapcontext(&caller, &fibers[0].context);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Shared memory.
+
+alignas(1024) static char shared[232448];
+
+static char* at(unsigned p) {
+  if (p % 16 || p + 16 > sizeof shared) {
+    fprintf(stderr, "shared address %u\n", p);
+    abort();
+  }
+  return shared + p;
+}
+
+static unsigned qla_smem(const void* p) { return (const char*)p - shared; }
+static int qla_thread() { return current; }
+static void qla_sync() { barrier.wait(THREADS); }
+static unsigned qla_ask(long long address) { return *(const unsigned*)address; }
+static uint4 qla_load4(unsigned p) { return *(const uint4*)at(p); }
+static void qla_store4(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) { *(uint4*)at(p) = {a, b, c, d}; }
+
+// Tiles of 8x8 numbers of 16 bits: lane l points to row l % 8 of tile l / 8, and holds columns 2 (l % 4) and the next of row l / 4.
+static void load_tiles(unsigned p, unsigned* x, int tiles, bool transposed) {
+  exchange(&p, 1, [&](auto& lanes) {
+    int row = current % 32 / 4, col = current % 4 * 2;
+    for (int i = 0; i < tiles; i++) {
+      uint16_t pair[2];
+      for (int e = 0; e < 2; e++) {
+        int r = transposed ? col + e : row, c = transposed ? row : col + e;
+        memcpy(&pair[e], at(lanes[8 * i + r][0]) + 2 * c, 2);
+      }
+      memcpy(&x[i], pair, 4);
+    }
+    return 0;
+  });
+}
+
+static void store_tiles(unsigned p, const unsigned* x, int tiles, bool transposed) {
+  exchange(&p, 1, [&](auto& lanes) {
+    int row = current % 32 / 4, col = current % 4 * 2;
+    for (int i = 0; i < tiles; i++)
+      for (int e = 0; e < 2; e++) {
+        int r = transposed ? col + e : row, c = transposed ? row : col + e;
+        uint16_t number = x[i] >> 16 * e;
+        memcpy(at(lanes[8 * i + r][0]) + 2 * c, &number, 2);
+      }
+    return 0;
+  });
+}
+
+static void qla_ldmatrix(unsigned p, unsigned* x) { load_tiles(p, x, 4, false); }
+static void qla_ldmatrix_t(unsigned p, unsigned* x) { load_tiles(p, x, 4, true); }
+static unsigned qla_ldmatrix1(unsigned p) { unsigned x; load_tiles(p, &x, 1, false); return x; }
+static unsigned qla_ldmatrix1_t(unsigned p) { unsigned x; load_tiles(p, &x, 1, true); return x; }
+static void qla_stmatrix1_t(unsigned p, unsigned x) { store_tiles(p, &x, 1, true); }
+static void qla_stmatrix(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) {
+  unsigned x[] = {a, b, c, d};
+  store_tiles(p, x, 4, false);
+}
+static void qla_stmatrix_t(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) {
+  unsigned x[] = {a, b, c, d};
+  store_tiles(p, x, 4, true);
+}
+static unsigned qla_transpose(unsigned x) {
+  return exchange(&x, 1, [&](auto& lanes) {
+    int row = current % 32 / 4, col = current % 4 * 2;
+    auto number = [&](int r, int c) { return lanes[4 * r + c / 2][0] >> 16 * (c % 2) & 0xffffu; };
+    return number(col, row) | number(col + 1, row) << 16;
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Numbers and products.
+
+static unsigned qla_half2(float lo, float hi) { return to_half(lo) | (unsigned)to_half(hi) << 16; }
+static unsigned qla_pack(float lo, float hi) { return QLA_BF16 ? to_bf16(lo) | (unsigned)to_bf16(hi) << 16 : qla_half2(lo, hi); }
+static float2 qla_unpack(unsigned x) {
+  return QLA_BF16 ? float2{from_bf16(x), from_bf16(x >> 16)} : float2{__half2float(x), __half2float(x >> 16)};
+}
+static float qla_exp2(float x) {
+  float y = std::exp2(x);
+  return y < 0x1p-126f ? 0.f : y;
+}
+
+// d += a b of 16x16 and 16x8 numbers: register 2 h + i of a has rows 8 i .. and columns 8 h .., register h of b rows 8 h .. (pairs along them).
+static void qla_mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
+  unsigned mine[] = {a[0], a[1], a[2], a[3], b0, b1};
+  exchange(mine, 6, [&](auto& lanes) {
+    auto number = [&](int lane, int i, int e) { return (double)__half2float(lanes[lane][i] >> 16 * e); };
+    for (int i = 0; i < 4; i++) {
+      int row = current % 32 / 4 + i / 2 * 8, col = current % 4 * 2 + i % 2;
+      double sum = d[i];
+      for (int k = 0; k < 16; k++)
+        sum += number(row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2, k % 2) * number(col * 4 + k % 8 / 2, 4 + k / 8, k % 2);
+      d[i] = sum;
+    }
+    return 0;
+  });
+}
