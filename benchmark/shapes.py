@@ -101,7 +101,7 @@ _SERVED = (
     " 14215 15280 15701 16384",
     "0 2048 4096 6144 8192 10240 12288 14336 16384",
 )
-SETS = ("prefill", "training", "develop", "varlen", "profile", "product", "smoke")
+SETS = ("prefill", "training", "develop", "varlen", "short", "profile", "product", "smoke")
 
 
 def random_lengths(total: int, n: int) -> tuple[int, ...]:
@@ -116,6 +116,7 @@ def shapes(name: str, num_heads: int = 32) -> list[Shape]:
     - "prefill", "training": those that results are recorded for.
     - "develop": one long sequence, from few heads to many.
     - "varlen": batches and packed sequences of awkward lengths.
+    - "short": many sequences of half a chunk and of one, with a token more or less.
     - "profile": one sequence, from short to long.
     - "product": the packings of a server.
     - "smoke": tiny.
@@ -133,6 +134,8 @@ def shapes(name: str, num_heads: int = 32) -> list[Shape]:
         dense = [Shape((T,) * B, H, HV, packed=False) for B, T in ((11, 33), (7, 4321))]
         packed = ((3, 16789), (5, 8192), (10, 1024), (20, 512))
         return dense + [Shape(random_lengths(B * T, B), H, HV) for B, T in packed]
+    if name == "short":
+        return [Shape((length,) * 1024, H, HV) for length in (31, 32, 63, 64, 65)]
     if name == "profile":
         return [Shape((T,), H, HV, packed=False) for T in (4096, 8192, 16384, 32768)]
     if name == "product":

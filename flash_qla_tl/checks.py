@@ -59,7 +59,7 @@ def gated_delta_rule(
     if g is not None:
         _argument("g", g, q, "B, T, HV", [B, T, HV])
     _argument("beta", beta, q, "B, T, HV", [B, T, HV])
-    N = _sequences(cu_seqlens, cu_seqlens_cpu, q)
+    N = sequences(cu_seqlens, cu_seqlens_cpu, q)
     sizes = [N, HV, K, V]
     _initial_state(initial_state, q, sizes, state_v_first, initial_state_indices, pad_slot_id, inplace_final_state)
     _state("dht", dht, q, sizes, state_v_first)
@@ -115,7 +115,7 @@ def kda(
     B, T, H, K, HV, V = _heads(q, k, v)
     _argument("g", g, q, "B, T, HV, K", [B, T, HV, K])
     _argument("beta", beta, q, "B, T, HV", [B, T, HV])
-    N = _sequences(cu_seqlens, cu_seqlens_cpu, q)
+    N = sequences(cu_seqlens, cu_seqlens_cpu, q)
     sizes = [N, HV, K, V]
     _initial_state(initial_state, q, sizes, state_v_first, initial_state_indices, pad_slot_id, inplace_final_state)
     _state("final_state", final_state, q, sizes, state_v_first)
@@ -141,8 +141,9 @@ def inference_only(inputs: tuple[Tensor | None, ...], context: object, **given: 
     names = [name for name, x in given.items() if x is not None and x is not False]
     if not names:
         return
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(f"torch.compile does not take {names[0]}: call it outside of what is compiled")
+    untraced = [name for name in names if name != "return_intermediate_states"]
+    if untraced and torch.compiler.is_compiling():
+        raise NotImplementedError(f"torch.compile does not take {untraced[0]}: call it outside of what is compiled")
     if context is not None:
         raise ValueError(f"{names[0]} must not be given with cp_context")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
@@ -211,8 +212,8 @@ def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int, in
     return B, T, H, K, HV, V
 
 
-def _sequences(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tensor) -> int:
-    """N."""
+def sequences(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tensor) -> int:
+    """Check the boundaries of packed sequences -> N; errors as for :func:`gated_delta_rule`."""
     if cu_seqlens is not None:
         _cu_seqlens(cu_seqlens, cu_seqlens_cpu, q)
         return len(cu_seqlens) - 1

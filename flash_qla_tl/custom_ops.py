@@ -1,23 +1,26 @@
 """The operators as ``torch.library`` ops, which torch.compile takes as one node each.
 
 Calls come here while they are traced only: an eager call costs less by its own autograd. An op calls the eager function it
-stands for, so that checks of contents, the choice of a backend and warnings happen when the compiled code runs; with a
-gradient where the traced code needs one, for the eager function then may run other code. The backward is an op of its own, which runs
-the eager function once more.
+stands for, with inputs that require a gradient where those of the traced call do, so that checks of contents, the choice
+of a backend, warnings and results are an eager call's. The backward is an op of its own: with kernels that have a gradient
+it is given what they keep of the forward (:class:`Training`), and elsewhere it runs the eager function once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("flash_qla_tl", "DEF")
+AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 OPTIONS = {
     "scale": "float",
     "output_final_state": "bool",
+    "return_intermediate_states": "bool",
     "use_qk_l2norm_in_kernel": "bool",
     "use_gate_in_kernel": "bool",
     "use_beta_sigmoid_in_kernel": "bool",
@@ -27,66 +30,120 @@ OPTIONS = {
 }
 
 
-def define(name: str, function: Callable, **more_options: str) -> Callable:
+class Training(NamedTuple):
+    """Kernels with a gradient. What they keep, ``g_cumsum`` (None without a gate) and ``A``, is as eager autograd keeps it."""
+
+    applies: Callable[..., bool]  # (q, k, v, backend)
+    forward: Callable[..., tuple]  # (**given) -> o, ht, g_cumsum, A
+    backward: Callable[..., tuple]  # (do, dht, g_cumsum, A, **given) -> a gradient for each of TENSORS, or None
+
+
+def own(x: Tensor) -> Tensor:
+    """x as an op returns it: dense, without autograd, and no part of memory that another result may lie in."""
+    x = x.detach().contiguous()
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+
+
+def define(name: str, function: Callable, training: Training | None = None, **more_options: str) -> Callable:
     """Registers the op of a public function -> a call of it, by keyword, with the function's own results.
 
     ``more_options``: keywords that this function takes besides ``OPTIONS``, and their types in a schema.
     """
     options = {**OPTIONS, **more_options}
     tensors = ", ".join(f"Tensor? {x}" if x in ("g", *TENSORS[5:]) else f"Tensor {x}" for x in TENSORS)
-    options["needs_grad"] = "bool"
-    arguments = f"{tensors}, Tensor? cu_seqlens, " + ", ".join(f"{kind} {x}" for x, kind in options.items())
-    names = (*TENSORS, "cu_seqlens", *options)
-    LIBRARY.define(f"{name}({arguments}) -> (Tensor, Tensor)")
-    LIBRARY.define(f"{name}_backward(Tensor do, Tensor dht, {arguments}) -> Tensor[]")
+    arguments = f"{tensors}, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
+    arguments += "".join(f", {kind} {x}" for x, kind in options.items())
+    names = (*TENSORS, "cu_seqlens", "cu_seqlens_cpu", *options)
+    num_tensors = len(TENSORS) + 2
+    LIBRARY.define(
+        f"{name}({arguments}, bool needs_grad) -> (Tensor o, Tensor ht, Tensor h, Tensor g_cumsum, Tensor A)"
+    )
+    LIBRARY.define(f"{name}_backward(Tensor? do, Tensor? dht, Tensor g_cumsum, Tensor A, {arguments}) -> Tensor[]")
     op, op_backward = (getattr(torch.ops.flash_qla_tl, x) for x in (name, f"{name}_backward"))
 
-    def run(given: dict, needs_grad: bool) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
-        """-> the tensors that were given, leaves of a graph if one is needed, and the function's results."""
-        with torch.set_grad_enabled(needs_grad):
-            leaves = {x: given[x].detach().requires_grad_(needs_grad) for x in TENSORS if given[x] is not None}
-            return leaves, function(**{**given, **leaves})
+    def named(args: tuple) -> dict:
+        return dict(zip(names, args, strict=True))
 
-    def forward(*args: object) -> tuple[Tensor, Tensor]:
-        given = dict(zip(names, args, strict=True))
-        _, (o, ht) = run(given, given.pop("needs_grad"))
-        # Of its own: an op may not return an input, which the state before no token at all is.
-        return o.detach().contiguous(), given["q"].new_empty(0) if ht is None else ht.detach().clone()
+    def leaves(given: dict) -> dict[str, Tensor]:
+        return {x: given[x].detach().requires_grad_() for x in TENSORS if given[x] is not None}
 
-    def fake(*args: object) -> tuple[Tensor, Tensor]:
-        given = dict(zip(names, args, strict=True))
+    def forward(*args: object) -> tuple[Tensor, ...]:
+        given, needs_grad = named(args[:-1]), args[-1]
+        h = g_cumsum = A = None
+        if needs_grad and training and training.applies(*(given[x] for x in ("q", "k", "v", "backend"))):
+            o, ht, g_cumsum, A = training.forward(**given)
+        else:
+            with torch.set_grad_enabled(needs_grad):
+                o, ht, *rest = function(**{**given, **(leaves(given) if needs_grad else {})})
+            h = rest[0] if rest else None
+        return tuple(given["q"].new_empty(0) if x is None else own(x) for x in (o, ht, h, g_cumsum, A))
+
+    def fake(*args: object) -> tuple[Tensor, ...]:
+        given, needs_grad = named(args[:-1]), args[-1]
         q, v, cu_seqlens = given["q"], given["v"], given["cu_seqlens"]
-        if not given["output_final_state"]:
-            return q.new_empty(v.shape), q.new_empty(0)
-        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        state = (v.shape[3], q.shape[3]) if given["state_v_first"] else (q.shape[3], v.shape[3])
+        B, T, HV, V = v.shape
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = (HV, V, q.shape[3]) if given["state_v_first"] else (HV, q.shape[3], V)
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return q.new_empty(v.shape), q.new_empty(N, v.shape[2], *state, dtype=dtype)
+        ht, h, g_cumsum, A = (q.new_empty(0) for _ in range(4))
+        if given["output_final_state"]:
+            ht = q.new_empty(N, *state, dtype=dtype)
+        if given["return_intermediate_states"]:
+            NT = (T + 63) // 64 if cu_seqlens is None else T // 64 + N
+            if given["cu_seqlens_cpu"] is not None:
+                NT = torch.library.get_ctx().new_dynamic_size()
+            h = q.new_empty(B, NT, *state)
+        if needs_grad and training and training.applies(q, given["k"], v, given["backend"]):
+            A = q.new_empty(B, T, HV, 64)
+            if given["g"] is not None:
+                g_cumsum = q.new_empty(B, T, HV, dtype=torch.float32)
+        return q.new_empty(v.shape), ht, h, g_cumsum, A
 
-    def backward(do: Tensor, dht: Tensor, *args: object) -> list[Tensor]:
-        given = dict(zip(names, args, strict=True))
-        leaves, outputs = run(given, given.pop("needs_grad"))
-        pairs = [(x, dx) for x, dx in zip(outputs, (do, dht), strict=True) if x is not None and x.requires_grad]
-        outputs, weights = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
-        grads = dict(zip(leaves, found, strict=True))
-        empty = given["q"].new_empty(0)
-        zeros = {x: torch.zeros_like(given[x]) for x, grad in grads.items() if grad is None}
-        return [({**grads, **zeros}[x]).contiguous() if x in grads else empty.clone() for x in TENSORS]
+    def backward(do: Tensor | None, dht: Tensor | None, g_cumsum: Tensor, A: Tensor, *args: object) -> list[Tensor]:
+        given = named(args)
+        if A.ndim == 4:
+            grads = training.backward(do, dht, g_cumsum if g_cumsum.ndim == 3 else None, A, **given)
+            grads = dict(zip(TENSORS, grads, strict=True))
+        else:
+            # The dispatcher may leave autograd out of what an op does.
+            with torch._C._SetExcludeDispatchKeyGuard(AUTOGRAD, False), torch.enable_grad():
+                inputs = leaves(given)
+                outputs = function(**{**given, **inputs, "return_intermediate_states": False})
+                pairs = [(x, dx) for x, dx in zip(outputs, (do, dht), strict=True) if x is not None and dx is not None]
+                outputs, weights = zip(*((x, dx) for x, dx in pairs if x.requires_grad), strict=True)
+                found = torch.autograd.grad(outputs, list(inputs.values()), weights, materialize_grads=True)
+            grads = dict(zip(inputs, found, strict=True))
+        likes = templates(given, g_cumsum)
+        return [
+            like.new_zeros(like.shape) if grads.get(x) is None else own(grads[x].to(like.dtype))
+            for x, like in likes.items()
+        ]
 
-    def fake_backward(do: Tensor, dht: Tensor, *args: object) -> list[Tensor]:
-        given = dict(zip(names, args, strict=True))
-        return [given["q"].new_empty(0) if given[x] is None else given[x].new_empty(given[x].shape) for x in TENSORS]
+    def fake_backward(do: object, dht: object, g_cumsum: Tensor, A: Tensor, *args: object) -> list[Tensor]:
+        return [like.new_empty(like.shape) for like in templates(named(args), g_cumsum).values()]
+
+    def templates(given: dict, g_cumsum: Tensor) -> dict[str, Tensor]:
+        """Of each gradient a tensor of its shape and dtype; a g that is not kept has that of its sums."""
+        nothing = given["q"].new_empty(0)
+        likes = {x: nothing if given[x] is None else given[x] for x in TENSORS}
+        return {**likes, "g": g_cumsum if given["g"] is None else given["g"]}
 
     def setup_context(ctx: object, inputs: tuple, output: tuple) -> None:
-        ctx.save_for_backward(*inputs[: len(TENSORS) + 1])
-        ctx.options = inputs[len(TENSORS) + 1 :]
+        _, _, h, g_cumsum, A = output
+        saved = dict(zip(names, inputs[:num_tensors], strict=False))
+        ctx.dtypes = [None if saved[x] is None else saved[x].dtype for x in TENSORS]
+        if A.ndim == 4 and saved["A_log"] is None:
+            # A gate that is not activated has no part in the backward but by its sums.
+            saved["g"] = None
+        ctx.save_for_backward(g_cumsum, A, *saved.values())
+        ctx.options = inputs[num_tensors:-1]
+        ctx.mark_non_differentiable(h, g_cumsum, A)
+        ctx.set_materialize_grads(False)
 
-    def autograd(ctx: object, do: Tensor, dht: Tensor) -> tuple:
-        saved = ctx.saved_tensors
-        grads = op_backward(do, dht, *saved, *ctx.options)
-        grads = [None if x is None else grad for x, grad in zip(saved[:-1], grads, strict=True)]
-        return *grads, None, *(None for _ in ctx.options)
+    def autograd(ctx: object, do: Tensor | None, dht: Tensor | None, *_: None) -> tuple:
+        grads = op_backward(do, dht, *ctx.saved_tensors, *ctx.options)
+        grads = [None if dtype is None else x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return *grads, None, None, *(None for _ in ctx.options), None
 
     LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
     LIBRARY.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
@@ -94,10 +151,10 @@ def define(name: str, function: Callable, **more_options: str) -> Callable:
     torch.library.register_fake(f"flash_qla_tl::{name}_backward", fake_backward)
     torch.library.register_autograd(f"flash_qla_tl::{name}", autograd, setup_context=setup_context)
 
-    def call(**given: object) -> tuple[Tensor, Tensor | None]:
-        wanted = (given[x] for x in TENSORS)
-        given["needs_grad"] = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
-        o, ht = op(*(given[x] for x in names))
-        return o, ht if given["output_final_state"] else None
+    def call(**given: object) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+        needs_grad = torch.is_grad_enabled() and any(given[x] is not None and given[x].requires_grad for x in TENSORS)
+        o, ht, h, _, _ = op(*(given[x] for x in names), needs_grad)
+        result = o, ht if given["output_final_state"] else None
+        return (*result, h) if given["return_intermediate_states"] else result
 
     return call

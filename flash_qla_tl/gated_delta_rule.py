@@ -136,8 +136,8 @@ def chunk_gated_delta_rule(
             and "tilelang" insist.
 
     ``initial_state_indices``, ``inplace_final_state``, ``out`` and ``return_intermediate_states`` are of
-    inference: no input may require a gradient, and torch.compile does not trace them. A pool and states that
-    are written have dtype fp32, bf16, fp16 (float64 with float64 inputs), each state dense.
+    inference: no input may require a gradient, and torch.compile traces only the last of them. A pool and states
+    that are written have dtype fp32, bf16, fp16 (float64 with float64 inputs), each state dense.
 
     Returns:
         ``o`` ``[B, T, HV, V]`` in the dtype of q, and the final state in the layout of
@@ -146,7 +146,7 @@ def chunk_gated_delta_rule(
 
     Raises:
         TypeError, ValueError: an argument does not fit; see the message.
-        NotImplementedError: an argument of inference under torch.compile.
+        NotImplementedError: under torch.compile, an argument that it does not trace.
     """
     if head_first:
         raise ValueError("head_first must be False (layout [B, T, H, K]), got True")
@@ -225,13 +225,16 @@ def chunk_gated_delta_rule(
             A_log=A_log,
             dt_bias=dt_bias,
             cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
             scale=scale,
             output_final_state=output_final_state,
+            return_intermediate_states=return_intermediate_states,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_gate_in_kernel=use_gate_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
             state_v_first=state_v_first,
+            auto_cp=auto_cp,
             backend=backend,
         )
     num_chunks, longest = _chunks(cu_seqlens_cpu)
@@ -269,15 +272,16 @@ def chunk_gated_delta_rule(
         return (result.o, result.ht, result.h) if return_intermediate_states else (result.o, result.ht)
 
     if in_kernels:
-        options = _Options(
-            scale,
-            output_final_state,
-            state_v_first,
+        options = _Options.of(
             num_chunks,
             longest,
-            auto_cp,
-            use_qk_l2norm_in_kernel,
-            (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0,
+            scale=scale,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            auto_cp=auto_cp,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
         )
         return _ChunkGatedDeltaRule.apply(q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, options)
 
@@ -306,9 +310,6 @@ def chunk_gated_delta_rule(
     if not return_intermediate_states:
         return o, ht
     return o, ht, states_by_chunk(result.h, result.chunks, cu_seqlens, num_chunks, state_v_first).to(k.dtype)
-
-
-_op = custom_ops.define("chunk_gated_delta_rule", chunk_gated_delta_rule)
 
 
 @torch.no_grad()
@@ -498,6 +499,25 @@ class _Options(NamedTuple):
     use_qk_l2norm: bool
     beta_range: float  # the factor of beta's sigmoid, 0 for none
 
+    @classmethod
+    def of(
+        cls,
+        num_chunks,
+        longest,
+        *,
+        scale,
+        output_final_state,
+        state_v_first,
+        auto_cp,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        **_,
+    ):
+        beta_range = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
+        activations = use_qk_l2norm_in_kernel, beta_range
+        return cls(scale, output_final_state, state_v_first, num_chunks, longest, auto_cp, *activations)
+
 
 class _ChunkGatedDeltaRule(torch.autograd.Function):
     """The kernels with a gradient.
@@ -508,82 +528,80 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, g, beta, h0, A_log, dt_bias, cu_seqlens, options):
-        from flash_qla_tl.kernels.gated_delta_rule.chunk_fwd import chunk_fwd
-
-        active = _activated(q, k, beta, cu_seqlens, options)
-        out = chunk_fwd(
-            active[0],
-            active[1],
-            v,
-            g,
-            active[2],
-            options.scale,
-            h0=h0,
-            cu_seqlens=cu_seqlens,
-            output_final_state=options.output_final_state,
-            state_v_first=options.state_v_first,
-            output_A=True,
-            num_chunks=options.num_chunks,
-            longest=options.longest,
-            auto_cp=options.auto_cp,
-            A_log=A_log,
-            dt_bias=dt_bias,
-        )
-        g_cumsum = None if g is None else out.g_cumsum
+        o, ht, g_cumsum, A = _training_fwd(q, k, v, g, beta, h0, A_log, dt_bias, cu_seqlens, options)
         # A gate that is not activated has no part in the backward but by its sums.
         raw_g = None if A_log is None else g
-        ctx.save_for_backward(q, k, v, raw_g, g_cumsum, beta, out.A, h0, A_log, dt_bias, cu_seqlens)
+        ctx.save_for_backward(g_cumsum, A, q, k, v, raw_g, beta, h0, A_log, dt_bias, cu_seqlens)
         ctx.options = options
         ctx.dtypes = [None if x is None else x.dtype for x in (q, k, v, g, beta, h0, A_log, dt_bias)]
         # A loss on one of the two outputs only must not cost a tensor of zeros for the other.
         ctx.set_materialize_grads(False)
-        return out.o, out.ht
+        return o, ht
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dht):
-        q, k, v, g, g_cumsum, beta, A, h0, A_log, dt_bias, cu_seqlens = ctx.saved_tensors
-        options = ctx.options
-        if do is None:
-            do = torch.zeros_like(v)
-        active = _activated(q, k, beta, cu_seqlens, options)
-        dq, dk, dv, db, dg, dh0 = chunk_gated_delta_rule_bwd(
-            active[0],
-            active[1],
-            v,
-            g_cumsum,
-            active[2],
-            A,
-            do,
-            dht,
-            options.scale,
-            h0,
-            cu_seqlens,
-            options.state_v_first,
-        )
-        del active
-        dA_log = ddt_bias = None
-        if options.use_qk_l2norm or options.beta_range or g is not None:
-            from flash_qla_tl.kernels.gated_delta_rule.activations import activations_bwd
-
-            dq, dk, dg, db, dA_log, ddt_bias = activations_bwd(
-                q,
-                k,
-                g,
-                beta,
-                dq,
-                dk,
-                dg,
-                db,
-                cu_seqlens=cu_seqlens,
-                use_qk_l2norm=options.use_qk_l2norm,
-                A_log=A_log,
-                dt_bias=dt_bias,
-                beta_range=options.beta_range,
-                sums=any(ctx.needs_input_grad[6:8]),
-            )
-        grads = zip((dq, dk, dv, dg, db, dh0, dA_log, ddt_bias), ctx.dtypes, strict=True)
+        grads = _training_bwd(do, dht, *ctx.saved_tensors, ctx.options, any(ctx.needs_input_grad[6:8]))
+        grads = zip(grads, ctx.dtypes, strict=True)
         return *(None if x is None or dtype is None else x.to(dtype) for x, dtype in grads), None, None
+
+
+def _training_fwd(q, k, v, g, beta, h0, A_log, dt_bias, cu_seqlens, options):
+    """o, ht, and for the backward g_cumsum (None without a gate) and A."""
+    from flash_qla_tl.kernels.gated_delta_rule.chunk_fwd import chunk_fwd
+
+    q, k, beta = _activated(q, k, beta, cu_seqlens, options)
+    out = chunk_fwd(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        options.scale,
+        h0=h0,
+        cu_seqlens=cu_seqlens,
+        output_final_state=options.output_final_state,
+        state_v_first=options.state_v_first,
+        output_A=True,
+        num_chunks=options.num_chunks,
+        longest=options.longest,
+        auto_cp=options.auto_cp,
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )
+    return out.o, out.ht, None if g is None else out.g_cumsum, out.A
+
+
+def _training_bwd(do, dht, g_cumsum, A, q, k, v, g, beta, h0, A_log, dt_bias, cu_seqlens, options, sums=True):
+    """Gradients of the eight inputs, those of A_log and dt_bias with ``sums``; g is read with A_log only."""
+    if do is None:
+        do = torch.zeros_like(v)
+    active = _activated(q, k, beta, cu_seqlens, options)
+    dq, dk, dv, db, dg, dh0 = chunk_gated_delta_rule_bwd(
+        active[0], active[1], v, g_cumsum, active[2], A, do, dht, options.scale, h0, cu_seqlens, options.state_v_first
+    )
+    del active
+    dA_log = ddt_bias = None
+    if options.use_qk_l2norm or options.beta_range or A_log is not None:
+        from flash_qla_tl.kernels.gated_delta_rule.activations import activations_bwd
+
+        dq, dk, dg, db, dA_log, ddt_bias = activations_bwd(
+            q,
+            k,
+            None if A_log is None else g,
+            beta,
+            dq,
+            dk,
+            dg,
+            db,
+            cu_seqlens=cu_seqlens,
+            use_qk_l2norm=options.use_qk_l2norm,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            beta_range=options.beta_range,
+            sums=sums,
+        )
+    return dq, dk, dv, dg, db, dh0, dA_log, ddt_bias
 
 
 def _activated(q, k, beta, cu_seqlens, options):
@@ -595,3 +613,27 @@ def _activated(q, k, beta, cu_seqlens, options):
     return activations_fwd(
         q, k, beta, cu_seqlens=cu_seqlens, use_qk_l2norm=options.use_qk_l2norm, beta_range=options.beta_range
     )
+
+
+def _trained_on_kernels(q, k, v, backend):
+    return backend != "torch" and target.refusal(q, k, v) is None
+
+
+def _op_fwd(*, cu_seqlens, cu_seqlens_cpu, **given):
+    """:func:`_training_fwd` with the arguments of the traced call, whose contents were not checked yet."""
+    checks.sequences(cu_seqlens, cu_seqlens_cpu, given["q"])
+    tensors = [given.pop(x) for x in custom_ops.TENSORS]
+    return _training_fwd(*tensors, cu_seqlens, _Options.of(*_chunks(cu_seqlens_cpu), **given))
+
+
+def _op_bwd(do, dht, g_cumsum, A, *, cu_seqlens, cu_seqlens_cpu, **given):
+    tensors = [given.pop(x) for x in custom_ops.TENSORS]
+    return _training_bwd(do, dht, g_cumsum, A, *tensors, cu_seqlens, _Options.of(None, None, **given))
+
+
+_op = custom_ops.define(
+    "chunk_gated_delta_rule",
+    chunk_gated_delta_rule,
+    custom_ops.Training(_trained_on_kernels, _op_fwd, _op_bwd),
+    auto_cp="bool",
+)

@@ -129,7 +129,7 @@ def chunk_kda(
 
     Raises:
         TypeError, ValueError: an argument does not fit; see the message.
-        NotImplementedError: an argument of inference under torch.compile.
+        NotImplementedError: under torch.compile, one of the three.
     """
     state_v_first = state_layout(state_v_first, transpose_state_layout)
     context = context_parallel.accept(cp_context, q, cu_seqlens, cu_seqlens_cpu)
@@ -168,9 +168,6 @@ def chunk_kda(
     checks.inference_only(
         inputs, context, initial_state_indices=initial_state_indices, inplace_final_state=inplace_final_state, out=out
     )
-    num_chunks = None
-    if return_intermediate_states and cu_seqlens_cpu is not None:
-        num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
     activations = {
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         "use_gate_in_kernel": use_gate_in_kernel,
@@ -190,7 +187,7 @@ def chunk_kda(
             state_v_first=state_v_first,
             return_intermediate_states=return_intermediate_states,
         )
-    if torch.compiler.is_compiling() and not return_intermediate_states:
+    if torch.compiler.is_compiling():
         return _op(
             q=q,
             k=k,
@@ -199,12 +196,17 @@ def chunk_kda(
             beta=beta,
             initial_state=initial_state,
             cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
             scale=scale,
             output_final_state=output_final_state,
+            return_intermediate_states=return_intermediate_states,
             state_v_first=state_v_first,
             backend=backend,
             **activations,
         )
+    num_chunks = None
+    if return_intermediate_states and cu_seqlens_cpu is not None:
+        num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
     if on_kernels(OPERATOR, refusal(q, k, v, inputs), q, backend):
         from flash_qla_tl.kernels.kda.fwd import forward
 
@@ -281,7 +283,8 @@ def kda_fwd(
             ``cu_seqlens[-1]``; None allocates it.
         final_state: ``[N, HV, V, K]``, any float dtype and strides: filled with the state after the
             last token. May be ``initial_state``, which it then replaces; with ``initial_state_indices``
-            that is ``inplace_final_state`` of :func:`chunk_kda`.
+            that is ``inplace_final_state`` of :func:`chunk_kda`. Under torch.compile it must then be the very same
+            object, not another view of its memory.
 
     Returns:
         ``out``.
@@ -289,8 +292,13 @@ def kda_fwd(
     Raises:
         TypeError, ValueError: an argument does not fit; see the message.
     """
+    traced = torch.compiler.is_compiling()
+    # Traced tensors have no addresses.
+    same = final_state is not None and (
+        final_state is initial_state if traced else same_memory(final_state, initial_state)
+    )
     # A pool in place, rather than a tensor for these sequences alone.
-    in_place = initial_state_indices is not None and final_state is not None and same_memory(final_state, initial_state)
+    in_place = initial_state_indices is not None and same
     checks.kda(
         q,
         k,
@@ -314,6 +322,27 @@ def kda_fwd(
     )
     if scale is None:
         scale = q.shape[3] ** -0.5
+    if traced:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
+        _kda_fwd_op(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            out,
+            A_log,
+            dt_bias,
+            lower_bound,
+            None if same else initial_state,
+            final_state,
+            cu_seqlens,
+            initial_state_indices,
+            pad_slot_id,
+            same,
+        )
+        return out
     activations = {
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
@@ -349,6 +378,46 @@ def kda_fwd(
         indices = initial_state_indices if in_place else None
         write_slots(final_state, indices, pad_slot_id, result.ht.mT, cu_seqlens)
     return result.o.to(q.dtype) if out is None else out.copy_(result.o)
+
+
+@torch.library.custom_op("flash_qla_tl::kda_fwd", mutates_args=("out", "final_state"))
+def _kda_fwd_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_state_indices: Tensor | None,
+    pad_slot_id: int,
+    same: bool,
+) -> None:
+    """:func:`kda_fwd` where it is traced. ``same``: the initial state is ``final_state``, for an op may not be given what it
+    writes a second time."""
+    kda_fwd(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        final_state if same else initial_state,
+        final_state,
+        cu_seqlens,
+        initial_state_indices=initial_state_indices,
+        pad_slot_id=pad_slot_id,
+    )
 
 
 def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:

@@ -28,7 +28,7 @@ def install(monkeypatch):
 def refusal(q, k, v):
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels need 16 bits, got {q.dtype}"
-    if not {q.shape[-1], v.shape[-1]} <= {64, 128}:
+    if not all(x in (64, 128) for x in (q.shape[-1], v.shape[-1])):
         return f"the kernels need head dims of 64 or 128, got K={q.shape[-1]}, V={v.shape[-1]}"
     return None
 

@@ -11,7 +11,9 @@ import bench_kda
 import pytest
 import report
 import torch
-from shapes import KDA, PREFILL, SETS, TRAINING, Shape, random_lengths, shapes
+from shapes import KDA, PREFILL, SETS, SMOKE, TRAINING, Shape, random_lengths, shapes
+
+from flash_qla_tl import chunk_gated_delta_rule
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -125,6 +127,21 @@ def test_table():
     assert lines[0].index("ours") + len("ours") == lines[1].index("0.5000") + len("0.5000")
 
 
+def test_table_of_memory():
+    """Kept and peak of every package that was measured, behind the times."""
+    shape = TRAINING[0]
+    rows = [
+        {**row(shape, "step", ours=0.7, fla=2.0), "mib": {"ours": [33.0, 483.4]}},
+        row(TRAINING[1], "step", ours=2.9),
+    ]
+    header, first, second, note, _ = report.table(rows).splitlines()
+    assert header.split()[-3:] == ["best/ours", "MiB", "ours"]
+    assert first.split()[-4:] == ["2.86", "33", "/", "483"] and second.split()[-2:] == ["-", "-"]
+    assert note.startswith("MiB: kept for the backward")
+    recorded = report.make_row(shape, "step", {"ours": 0.7}, {"ours": 0.006}, "abc", {"ours": [33.0, 483.4]})
+    assert recorded["mib"] == {"ours": [33.0, 483.4]} and recorded["floor_ms"] == pytest.approx(0.218, abs=1e-3)
+
+
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plots" / "fwd.png"
@@ -160,6 +177,39 @@ def test_gate_comes_before_the_time():
     implementations = {"unwritten": unwritten, "raises": raises, "ours": bench.ours_fwd}
     ms, errors, _ = bench.measure(shapes("smoke")[0], "fwd", "cpu", implementations)
     assert list(ms) == ["ours"] and list(errors) == ["ours"] and ms["ours"] > 0
+
+
+def test_a_backward_that_is_refused(monkeypatch, capsys):
+    """As FLA's is by some versions of Triton: its column stays empty, the rest of the row does not."""
+
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            raise RuntimeError("not with this compiler")
+
+    def function(**x):
+        o, ht = chunk_gated_delta_rule(**x)
+        return Refused.apply(o), ht
+
+    monkeypatch.setitem(bench.FUNCTIONS, "fla", lambda: function)
+    ms, errors, mib = bench.measure(SMOKE[0], "step", "cpu", {name: bench.step(name) for name in ("fla", "ours")})
+    assert list(ms) == list(errors) == ["ours"] and mib == {}
+    assert "fla is not timed: RuntimeError: not with this compiler" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_memory_of_a_training_step():
+    """Kept are A and the sums of the gates, 132 bytes a token and head; the peak has the gradients too."""
+    shape = Shape((4096,), 2, 4)
+    x = bench.arguments(shape, "step", "cuda")
+    bench.step("ours")(x)()  # compiles
+    held, peak = bench.memory_mib("ours", x)
+    assert held == pytest.approx(4096 * 4 * 132 / 2**20, rel=0.02)
+    assert peak > sum(x[name].nbytes for name in bench.LEAVES) / 2**20
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "step"])

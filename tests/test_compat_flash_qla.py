@@ -99,6 +99,105 @@ def test_all_by_position(packed, state_v_first):
     assert rel_l2(o, o_) < 1e-6 and rel_l2(ht, ht_) < 1e-6
 
 
+# Sizes of FlashQLA's own tests, shorter: equal heads, heads of a group, packed sequences, and rows behind the last of them.
+SIZES = {
+    "equal heads": dict(B=2, T=130, H=2),
+    "grouped": dict(B=1, T=200, H=1, HV=4),
+    "packed": dict(H=1, HV=2, lengths=[64, 1, 0, 100, 63]),
+    "padding": dict(H=1, HV=2, lengths=[73, 42, 94], T=256),
+}
+
+
+def strong(size, with_state, state_v_first, device):
+    """bf16, head dims of 128, and heads from no decay to 21 powers of e a token."""
+    h0_dtype = FP32 if with_state else None
+    args = inputs(**SIZES[size], K=128, normalised=False, h0_dtype=h0_dtype, state_v_first=state_v_first, device=device)
+    HV = args["v"].shape[2]
+    rate = 16 * torch.rand(HV, device=device)
+    rate[0], rate[-1] = 0, 16
+    args["g"] = -rate * torch.nn.functional.softplus(0.5 * torch.randn_like(args["g"]) + 1)
+    args["q"], args["k"] = (flash_qla.utils.l2norm(args[x]) for x in "qk")
+    return [args.get(x) for x in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")]
+
+
+def rows(x, cu):
+    """[N, T_max, ...] of packed tokens."""
+    return x if cu is None else unpack(x, cu)
+
+
+def truth(q, k, v, g, beta, scale, h0, cu, state_v_first):
+    """o, states at chunk starts and final states in float64, sequence by sequence and chunk by chunk."""
+    o, h, ht = [], [], []
+    bounds = [(b, 0, q.shape[1]) for b in range(len(q))]
+    if cu is not None:
+        bounds = [(0, *x) for x in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)]
+    for n, (b, bos, eos) in enumerate(bounds):
+        K, V, HV = q.shape[3], v.shape[3], v.shape[2]
+        sizes = (1, HV, V, K) if state_v_first else (1, HV, K, V)
+        state = torch.zeros(sizes, dtype=FP64, device=q.device) if h0 is None else h0[n : n + 1]
+        for t in range(bos, eos, 64):
+            h.append(state)
+            piece = [x[b : b + 1, t : min(t + 64, eos)] for x in (q, k, v, g, beta)]
+            out, state = reference.gated_delta_rule(*piece, scale, state, state_v_first=state_v_first)
+            o.append(out)
+        ht.append(state)
+    h, ht = torch.cat(h), torch.cat(ht)
+    if cu is None:
+        return torch.cat(o, 1).view(v.shape), h.unflatten(0, (len(q), -1)), ht
+    o = torch.cat(o, 1)
+    return torch.nn.functional.pad(o, (0, 0, 0, 0, 0, v.shape[1] - o.shape[1])), h[None], ht
+
+
+@pytest.mark.parametrize("state_v_first", [False, True], ids=["kv", "vk"])
+@pytest.mark.parametrize("with_state", [False, True], ids=["no state", "state"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_as_its_own_tests_go(device, size, with_state, state_v_first):
+    """Every result of both halves within 2% of float64, and nothing behind the last sequence."""
+    q, k, v, g, beta, h0, cu = strong(size, with_state, state_v_first, device)
+    scale, T = 128**-0.5, v.shape[1]
+    leaves = [None if x is None else x.double().requires_grad_() for x in (q, k, v, beta, g, h0)]
+    q_, k_, v_, beta_, g_, h0_ = leaves
+    o_, h_, ht_ = truth(q_, k_, v_, g_, beta_, scale, h0_, cu, state_v_first)
+    do, dht = torch.randn_like(o_).to(v.dtype), torch.randn_like(ht_).float()
+    exact = torch.autograd.grad((o_, ht_), [x for x in leaves if x is not None], (do.double(), dht.double()))
+
+    for fwd_cp, bwd_cp in ((True, True), (False, True), (True, False)):
+        g_cumsum, A, o, h, ht, cp_cache = flash_qla.chunk_gated_delta_rule_fwd(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=h0,
+            cu_seqlens=cu,
+            output_final_state=True,
+            output_h=True,
+            auto_cp=fwd_cp,
+            state_v_first=state_v_first,
+            enable_fwd_cp_cache=fwd_cp,
+        )
+        assert h.shape == h_.shape
+        assert all(rel_l2(x, y) < 0.02 for x, y in ((o, o_), (h, h_), (ht, ht_)))
+        dq, dk, dv, db, dg, dh0 = flash_qla.chunk_gated_delta_rule_bwd(
+            q, k, v, g_cumsum, beta, A, do, dht, scale, h0, cu, state_v_first, bwd_cp, cp_cache=cp_cache
+        )
+        assert (dh0 is None) == (h0 is None)
+        found = [x for x in (dq, dk, dv, db, dg, dh0) if x is not None]
+        assert all(rel_l2(x, y) < 0.02 for x, y in zip(found, exact, strict=True))
+        end = T if cu is None else int(cu[-1])
+        assert not any(x[:, end:].any() for x in (o, dq, dk, dv, db, dg))
+
+    # The gates of chunks as its reference makes them, from the helpers alone.
+    chunks = pad_and_reshape(rows(g, cu), 1).cumsum(2)
+    filled = fill_last_chunk_of_g(chunks.clone(), T, cu)
+    expected = filled.flatten(1, 2)[:, : rows(g, cu).shape[1]]
+    ours = rows(g_cumsum, cu)
+    inside = rows(torch.ones_like(g, dtype=torch.bool), cu)
+    assert torch.allclose(ours[inside], expected[inside], rtol=1e-4, atol=1e-4)
+
+
 def test_states_of_packed_sequences_are_as_many_as_chunks():
     q, k, v, g, beta, h0, cu = case(packed=True)
     h = flash_qla.chunk_gated_delta_rule_fwd(q, k, v, g, beta, None, h0, cu, output_h=True)[3]

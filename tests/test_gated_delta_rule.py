@@ -767,6 +767,25 @@ def test_more_than_two_to_the_31_elements():
 
 
 @on_gpu
+def test_gradients_of_more_than_two_to_the_31_elements_of_state():
+    """Both ends against themselves alone, cut off by gates that leave nothing. The states before all chunks are the most."""
+    T, HV, end = 2**17 + 256, 64, 128
+    args = inputs(1, T, 1, HV, 128, regime="zero", device="cuda")
+    assert T // 64 * HV * 128 * 128 > 2**31
+    args["g"][:, [end, T - end]] = -1000
+    do = torch.randn_like(args["v"])
+
+    def grads(rows):
+        part = {name: args[name][:, rows] for name in TOKENS}
+        return gradients(run, part, (do[:, rows], None))
+
+    whole = grads(slice(None))
+    for rows in (slice(end), slice(T - end, None)):
+        for name, grad in grads(rows).items():
+            assert rel_l2(whole[name][:, rows], grad) < 1e-3, name
+
+
+@on_gpu
 def test_first_call_in_a_spawned_process():
     """Device facts taken at import, or in the parent, are not those of a worker."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:

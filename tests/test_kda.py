@@ -228,6 +228,13 @@ def test_lower_bound(anywhere, lower_bound):
     check(args, lower_bound=lower_bound)
 
 
+@pytest.mark.parametrize("lower_bound", [-5.0, -5.9, -11.0])
+def test_gates_at_their_lower_bound(device, lower_bound):
+    """On every channel of every token, where factors of one anchor in the middle of a block overflow elsewhere."""
+    args = kda_inputs(1, 64, 1, 2, 128, regime="saturated", h0_dtype=FP32, device=device)
+    check(args, lower_bound=lower_bound)
+
+
 def test_no_A_log_is_one_of_zeros(anywhere):
     args = kda_inputs(1, 100, 1, 2, regime="bias 2", device=anywhere)
     assert same(check({**args, "A_log": None}), run(args))
@@ -351,6 +358,17 @@ def test_cu_seqlens_cpu(anywhere):
     assert same(run(args, cu_seqlens_cpu=args["cu_seqlens"].cpu()), run(args))
 
 
+def test_fresh_cu_seqlens_each_time(anywhere):
+    """A table cached under the address of a tensor outlived it, and its address was used again."""
+    for _ in range(200 if anywhere == "cuda" else 5):
+        lengths = torch.randint(1, 100, (4,)).tolist()
+        args = kda_inputs(H=1, T=400, lengths=lengths, device=anywhere)
+        cu = args["cu_seqlens"].clone()
+        outputs = run({**args, "cu_seqlens": cu})
+        del cu
+        assert all(rel_l2(x, y) <= CAP for x, y in zip(outputs, exact(args), strict=True))
+
+
 def test_cu_seqlens_changed_in_place(anywhere):
     """The same tensor, the same N and T, other boundaries."""
     args = kda_inputs(H=1, lengths=[64, 65, 71], device=anywhere)
@@ -418,6 +436,23 @@ def test_empty_sequences(anywhere, h0_dtype):
     _, ht = check(args)
     state = args.get("initial_state", torch.zeros_like(ht))
     assert torch.equal(ht[::2], state[::2])
+
+
+@pytest.mark.parametrize("h0_dtype", [None, FP32], ids=["zeros", "h0"])
+def test_loops_of_no_and_of_one_iteration(device, h0_dtype):
+    """Each role of a kernel must come through, or the others wait for it for ever."""
+    check(kda_inputs(H=2, K=128, lengths=[0, 1, 2, 63, 64, 65], h0_dtype=h0_dtype, device=device))
+
+
+@on_gpu
+@pytest.mark.parametrize("state", [None, "zeros", "random"])
+def test_many_short_sequences_and_a_long_one(state):
+    """Hung elsewhere as soon as there was an initial state, of zeros even."""
+    h0_dtype = None if state is None else FP32
+    args = kda_inputs(H=2, HV=4, K=128, lengths=[5] * 200 + [8192], h0_dtype=h0_dtype, device="cuda")
+    if state == "zeros":
+        args["initial_state"].zero_()
+    check(args)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 0), (2, 0)])

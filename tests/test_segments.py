@@ -98,6 +98,31 @@ def test_pool_in_place(segments):
     assert torch.equal(pools[0][[0, 2, 4]], pool[[0, 2, 4]])
 
 
+def test_training_step_in_a_graph(segments):
+    """Captured once; replayed with other values in the same tensors, the boundaries among them."""
+
+    def step(x):
+        leaves = {name: y.detach().requires_grad_() for name, y in x.items() if y.is_floating_point()}
+        outputs = chunk_gated_delta_rule(**{**x, **leaves}, output_final_state=True)
+        loss = sum(y.float().square().sum() for y in outputs)
+        return *(y.detach() for y in outputs), *torch.autograd.grad(loss, list(leaves.values()))
+
+    x, other = (
+        inputs(H=1, HV=2, K=128, T=900, lengths=lengths, h0_dtype=torch.float32, device="cuda")
+        for lengths in ([500, 0, 63, 300], [1, 130, 700, 0])
+    )
+    expected = step(x)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x)
+    for source, results in ((x, expected), (other, step(other))):
+        for name, y in source.items():
+            x[name].copy_(y)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, captured, results))
+
+
 def test_keys_that_grow_a_state(segments):
     """A state can grow behind keys longer than sqrt(2 / beta), decay or not: nothing of it may be dropped."""
     x = inputs(B=1, T=400, H=1, HV=2, K=128, h0_dtype=torch.float32, device="cuda")

@@ -24,8 +24,8 @@ def patch(model_or_module: nn.Module | ModuleType) -> None:
     kernels run where they apply, and torch elsewhere. All models whose classes are in the same Python
     module follow; a second call changes nothing.
 
-    The gated delta rule keeps packed sequences (``cu_seq_lens_q``) apart. The convolution before it does
-    so only with the package causal-conv1d and ``seq_idx``, as without us.
+    Both keep packed sequences (``cu_seq_lens_q``) apart. The convolution before them does so only with the
+    package causal-conv1d and ``seq_idx``, as without us.
 
     Args:
         model_or_module: a model, or the Python module of its classes, as
@@ -86,9 +86,10 @@ def _kimi_delta_attention(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    cu_seq_lens_q: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """As transformers calls it, which does not tell it of packed sequences."""
+    """As transformers calls it, which hands on what the model was told of packed sequences as it came."""
     return chunk_kda(
         query,
         key,
@@ -98,6 +99,7 @@ def _kimi_delta_attention(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seq_lens_q,
     )
 
 

@@ -6,10 +6,9 @@ refuses and this takes (head dims, float dtypes, 16-bit gates, strides, any devi
 of :func:`flash_qla_tl.chunk_gated_delta_rule`. Two things differ: bad arguments raise ValueError or
 TypeError, not AssertionError, and a ``scale`` of 0 is 0, not the default.
 
-Its splitting of long sequences within a GPU is a matter of speed: the arguments that steer it
-(``auto_cp``, ``enable_fwd_cp_cache``, ``force_intra_cp``, ``is_train``) are accepted and change no
-result. ``cp_context``, for sequences over several GPUs, is taken by :func:`chunk_gated_delta_rule` alone
-(docs/sequence_parallel.md).
+Its splitting of long sequences within a GPU is a matter of speed. Of the arguments that steer it ``auto_cp``
+changes rounding, and ``enable_fwd_cp_cache``, ``force_intra_cp`` and ``is_train`` change nothing. ``cp_context``,
+for sequences over several GPUs, is taken by :func:`chunk_gated_delta_rule` alone (docs/sequence_parallel.md).
 """
 
 from __future__ import annotations
