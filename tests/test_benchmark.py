@@ -202,6 +202,19 @@ def test_a_backward_that_is_refused(monkeypatch, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("waits", [False, True])
+def test_calls_that_wait_are_launched_one_by_one(waits, capsys):
+    x = torch.randn(1 << 20, device="cuda")
+    calls = [lambda: x.sum().item() if waits else x.sum()] * 3
+    assert 0 < report.median_ms(calls, "cuda") < 10
+    assert ("launched call by call: " in capsys.readouterr().out) == waits
+    # Nothing of it is left for the next one.
+    x.normal_(), x.sum().item()
+    assert report.median_ms([lambda: x * 2], "cuda") > 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.gpu
 def test_memory_of_a_training_step():
     """Kept are A and the sums of the gates, 132 bytes a token and head; the peak has the gradients too."""
     shape = Shape((4096,), 2, 4)

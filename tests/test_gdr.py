@@ -78,14 +78,19 @@ def case(
         rules["fla"] = functools.partial(fla, output_final_state=True)
     errors, times = {}, {}
     for name, rule in rules.items():
-        found, gradients = results(rule, args, backward)
+        try:
+            found, gradients = results(rule, args, backward)
+        except Exception as error:  # FLA's backward is refused by some versions of Triton
+            if name == report.OURS:
+                raise
+            print(f"{shape}: {name} is left out: {type(error).__name__}: {error}")
+            continue
         errors[name] = {x: rel_l2(tensor, exact[x]) for x, tensor in found.items()}
         if timed:
-            # Launch by launch: FLA and the torch path wait for the device in places.
             calls = {"fwd": functools.partial(rule, **args)}
             if backward:
                 calls["bwd"] = gradients
-            times[name] = {x: report.median_ms([call], device, graph=False) for x, call in calls.items()}
+            times[name] = {x: report.median_ms([call], device) for x, call in calls.items()}
     speedups = {}
     if "fla" in times:
         speedups = {x: times["fla"][x] / ms for x, ms in times[report.OURS].items()}
@@ -155,6 +160,23 @@ def test_small(shape, backward):
     errors, speedups = case(shape, "cpu", backward=backward, auto_cp=True)
     assert set(errors[report.OURS]) == set(NAMES if backward else NAMES[:2]) and not speedups
     assert all(error <= CAP for error in errors[report.OURS].values())
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_beside_another(runs, capsys):
+    """Errors and times of both; one that fails costs ours nothing."""
+
+    def other(**given):
+        if not runs:
+            raise RuntimeError("not with this compiler")
+        return chunk_gated_delta_rule(**given)
+
+    errors, speedups = case(SMALL[0], "cpu", backward=True, auto_cp=True, fla=other, timed=True)
+    if runs:
+        assert errors["fla"] == errors[report.OURS] and set(speedups) == {"fwd", "bwd"}
+    else:
+        assert list(errors) == [report.OURS] and not speedups
+        assert "fla is left out: RuntimeError: not with this compiler" in capsys.readouterr().out
 
 
 def test_references_agree():
