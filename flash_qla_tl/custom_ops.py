@@ -4,6 +4,9 @@ Calls come here while they are traced only: an eager call costs less by its own 
 stands for, with inputs that require a gradient where those of the traced call do, so that checks of contents, the choice
 of a backend, warnings and results are an eager call's. The backward is an op of its own: with kernels that have a gradient
 it is given what they keep of the forward (:class:`Training`), and elsewhere it runs the eager function once more.
+
+An op stands for one of two, which do the same: that of calls in torch, which wait for the device, is marked for
+torch.compile to leave it out of its CUDA graphs.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 LIBRARY = torch.library.Library("flash_qla_tl", "DEF")
 AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+SEQUENCES = ("cu_seqlens", "cu_seqlens_cpu")
 OPTIONS = {
     "scale": "float",
     "output_final_state": "bool",
@@ -28,12 +32,14 @@ OPTIONS = {
     "state_v_first": "bool",
     "backend": "str",
 }
+RESULTS = "(Tensor o, Tensor ht, Tensor h, Tensor g_cumsum, Tensor A)"
+# torch 2.8 does not know it.
+NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 class Training(NamedTuple):
     """Kernels with a gradient. What they keep, ``g_cumsum`` (None without a gate) and ``A``, is as eager autograd keeps it."""
 
-    applies: Callable[..., bool]  # (q, k, v, backend)
     forward: Callable[..., tuple]  # (**given) -> o, ht, g_cumsum, A
     backward: Callable[..., tuple]  # (do, dht, g_cumsum, A, **given) -> a gradient for each of TENSORS, or None
 
@@ -44,21 +50,59 @@ def own(x: Tensor) -> Tensor:
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
-def define(name: str, function: Callable, training: Training | None = None, **more_options: str) -> Callable:
-    """Registers the op of a public function -> a call of it, by keyword, with the function's own results.
+def define(
+    name: str,
+    function: Callable,
+    refusal: Callable[..., str | None],
+    training: Training | None = None,
+    **more_options: str,
+) -> Callable:
+    """Registers the ops of a public function -> a call of them, by keyword, with the function's own results.
 
+    ``refusal``: of ``q, k, v`` and all inputs that may need a gradient, why the kernels do not take them, or None.
     ``more_options``: keywords that this function takes besides ``OPTIONS``, and their types in a schema.
     """
     options = {**OPTIONS, **more_options}
-    tensors = ", ".join(f"Tensor? {x}" if x in ("g", *TENSORS[5:]) else f"Tensor {x}" for x in TENSORS)
-    arguments = f"{tensors}, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
+    names = (*TENSORS, *SEQUENCES, *options)
+    optional = ("g", *TENSORS[5:], *SEQUENCES)
+    arguments = ", ".join(f"Tensor{'?' if x in optional else ''} {x}" for x in (*TENSORS, *SEQUENCES))
     arguments += "".join(f", {kind} {x}" for x, kind in options.items())
-    names = (*TENSORS, "cu_seqlens", "cu_seqlens_cpu", *options)
-    num_tensors = len(TENSORS) + 2
+    in_kernels = _define(f"{name}_in_kernels", function, names, arguments, training)
+    in_torch = _define(f"{name}_in_torch", function, names, arguments, None, NOT_IN_CUDA_GRAPHS)
+
+    def choose(*args: object) -> tuple[Tensor, ...]:
+        # Here and not where Dynamo looks, which cannot ask for a device's properties.
+        inputs, backend = args[: len(TENSORS)], args[names.index("backend")]
+        op = in_torch if backend == "torch" or refusal(*inputs[:3], inputs) is not None else in_kernels
+        return op(*args)
+
+    LIBRARY.define(f"{name}({arguments}, bool needs_grad) -> {RESULTS}")
+    LIBRARY.impl(name, choose, "CompositeImplicitAutograd")
+    op = getattr(torch.ops.flash_qla_tl, name)
+
+    def call(**given: object) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+        needs_grad = torch.is_grad_enabled() and any(given[x] is not None and given[x].requires_grad for x in TENSORS)
+        o, ht, h, _, _ = op(*(given[x] for x in names), needs_grad)
+        result = o, ht if given["output_final_state"] else None
+        return (*result, h) if given["return_intermediate_states"] else result
+
+    return call
+
+
+def _define(
+    name: str,
+    function: Callable,
+    names: tuple[str, ...],
+    arguments: str,
+    training: Training | None,
+    tags: tuple[torch.Tag, ...] = (),
+) -> Callable:
+    """One op and its backward."""
+    num_tensors = len(TENSORS) + len(SEQUENCES)
+    LIBRARY.define(f"{name}({arguments}, bool needs_grad) -> {RESULTS}", tags=tags)
     LIBRARY.define(
-        f"{name}({arguments}, bool needs_grad) -> (Tensor o, Tensor ht, Tensor h, Tensor g_cumsum, Tensor A)"
+        f"{name}_backward(Tensor? do, Tensor? dht, Tensor g_cumsum, Tensor A, {arguments}) -> Tensor[]", tags=tags
     )
-    LIBRARY.define(f"{name}_backward(Tensor? do, Tensor? dht, Tensor g_cumsum, Tensor A, {arguments}) -> Tensor[]")
     op, op_backward = (getattr(torch.ops.flash_qla_tl, x) for x in (name, f"{name}_backward"))
 
     def named(args: tuple) -> dict:
@@ -70,7 +114,7 @@ def define(name: str, function: Callable, training: Training | None = None, **mo
     def forward(*args: object) -> tuple[Tensor, ...]:
         given, needs_grad = named(args[:-1]), args[-1]
         h = g_cumsum = A = None
-        if needs_grad and training and training.applies(*(given[x] for x in ("q", "k", "v", "backend"))):
+        if needs_grad and training:
             o, ht, g_cumsum, A = training.forward(**given)
         else:
             with torch.set_grad_enabled(needs_grad):
@@ -93,7 +137,7 @@ def define(name: str, function: Callable, training: Training | None = None, **mo
             if given["cu_seqlens_cpu"] is not None:
                 NT = torch.library.get_ctx().new_dynamic_size()
             h = q.new_empty(B, NT, *state)
-        if needs_grad and training and training.applies(q, given["k"], v, given["backend"]):
+        if needs_grad and training:
             A = q.new_empty(B, T, HV, 64)
             if given["g"] is not None:
                 g_cumsum = q.new_empty(B, T, HV, dtype=torch.float32)
@@ -151,10 +195,4 @@ def define(name: str, function: Callable, training: Training | None = None, **mo
     torch.library.register_fake(f"flash_qla_tl::{name}_backward", fake_backward)
     torch.library.register_autograd(f"flash_qla_tl::{name}", autograd, setup_context=setup_context)
 
-    def call(**given: object) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-        needs_grad = torch.is_grad_enabled() and any(given[x] is not None and given[x].requires_grad for x in TENSORS)
-        o, ht, h, _, _ = op(*(given[x] for x in names), needs_grad)
-        result = o, ht if given["output_final_state"] else None
-        return (*result, h) if given["return_intermediate_states"] else result
-
-    return call
+    return op

@@ -250,9 +250,6 @@ def chunk_kda(
     return o, ht, h.to(k.dtype)
 
 
-_op = custom_ops.define("chunk_kda", chunk_kda, lower_bound="float?")
-
-
 @torch.no_grad()
 def kda_fwd(
     q: Tensor,
@@ -448,6 +445,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor | None, ...] =
     if reason is None and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         reason = "there is no kernel of its backward yet, and an input requires a gradient"
     return reason
+
+
+_op = custom_ops.define("chunk_kda", chunk_kda, refusal, lower_bound="float?")
 
 
 def _in_torch(

@@ -6,6 +6,8 @@ import emulated_kda
 import emulated_kernels
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from flash_qla_tl import chunk_gated_delta_rule, chunk_kda, kda_fwd
 from flash_qla_tl.custom_ops import TENSORS
@@ -184,6 +186,36 @@ def test_kda_is_in_torch_for_a_gradient_only(emulated, needs_grad):
             compile(lambda args: chunk_kda(**args, backend="tilelang"))(args)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_runs_in_torch_is_no_part_of_a_cuda_graph(emulated, operator, backend):
+    torch.compiler.reset()
+    function, make = OPERATORS[operator]
+    args = make(1, 70, 1, 2, 128)
+    ops = []
+
+    def compiler(graph, example):
+        ops.extend(x.target for x in graph.graph.nodes if getattr(x.target, "namespace", None) == "flash_qla_tl")
+        return make_boxed_func(graph.forward)
+
+    def names(needs_grad):
+        ops.clear()
+        args["v"].requires_grad_(needs_grad)
+        o = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))(args)
+        if needs_grad:
+            o.sum().backward()
+        return [(x._opname.removeprefix(name), torch.Tag.cudagraph_unsafe in x.tags) for x in ops]
+
+    name = function.__name__
+    call = lambda args: function(**args, backend=backend)[0]  # noqa: E731
+    kernels, in_torch = ("_in_kernels", False), ("_in_torch", True)
+    expected = in_torch if backend == "torch" else kernels
+    assert names(False) == [expected]
+    if operator == "kda":
+        expected = in_torch
+    assert names(True) == [expected, (f"{expected[0]}_backward", expected[1])]
+
+
 @pytest.mark.parametrize("lengths", [None, [30, 0, 70]], ids=["dense", "packed"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_states_at_chunk_starts(device, operator, lengths):
@@ -259,20 +291,24 @@ def test_kda_fwd(device, given_out, state, monkeypatch):
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_opcheck(device, operator, needs_grad):
+    """The op that is traced, the one that it stands for, and the backward of that."""
     function, make = OPERATORS[operator]
     leaves, rest = split(make(H=1, HV=2, K=128, lengths=[30, 0, 70], h0_dtype=FP32, device=device))
     tensors = [leaves[x].requires_grad_(needs_grad) if x in leaves else None for x in TENSORS]
     inside = operator == "kda"
     options = [0.1, True, not needs_grad, inside, inside, inside, False, False, "auto", -5.0 if inside else True]
     given = (*tensors, rest["cu_seqlens"], None, *options)
-    op = getattr(OPS, function.__name__)
-    torch.library.opcheck(op.default, (*given, needs_grad))
-    if needs_grad and (operator == "kda" or not emulated_kda.installed()):
+    emulated = emulated_kda.installed()
+    in_kernels = (emulated or device == "cuda") and not (operator == "kda" and needs_grad)
+    name = f"{function.__name__}_in_{'kernels' if in_kernels else 'torch'}"
+    for op in (getattr(OPS, function.__name__), getattr(OPS, name)):
+        torch.library.opcheck(op.default, (*given, needs_grad))
+    if needs_grad and not (in_kernels and emulated):
         # The stand-ins would differentiate here, which the checks do not let them.
         given = [x.detach() if torch.is_tensor(x) else x for x in given]
         o, ht, _, g_cumsum, A = op(*given, True)
         for do, dht in ((o, ht), (o, None), (None, ht)):
-            torch.library.opcheck(getattr(OPS, f"{function.__name__}_backward").default, (do, dht, g_cumsum, A, *given))
+            torch.library.opcheck(getattr(OPS, f"{name}_backward").default, (do, dht, g_cumsum, A, *given))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -298,7 +334,6 @@ def test_inductor(operator, mode):
         with torch.no_grad():
             ours = compiled(*split(args))
             assert all(map(torch.equal, ours, caller(operator)(*split(args))))
-        if operator == "gdn" or mode == "default":
-            # A gradient made in torch waits for the device, which no graph can hold.
-            ours = run(lambda *x: tuple(y.clone() for y in compiled(*x)), args)
-            same(ours, run(caller(operator), args))
+        # What a graph returns is overwritten by its next run.
+        ours = run(lambda *x: tuple(y.clone() for y in compiled(*x)), args)
+        same(ours, run(caller(operator), args))
