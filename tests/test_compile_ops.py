@@ -122,6 +122,25 @@ def test_dynamic_shapes(device, operator):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("case", ["no tokens", "empty sequences", "views", "broadcast"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_unusual_inputs(device, operator, case):
+    """Nothing at all, and strides that no result has."""
+    lengths = [0, 0] if case == "empty sequences" else None
+    T = 0 if case == "no tokens" else 70
+    args = OPERATORS[operator][1](2, T, 1, 2, 128, lengths=lengths, h0_dtype=FP32, device=device)
+    function = caller(operator)
+
+    def call(leaves, rest):
+        if case == "views":
+            leaves = {**leaves, "q": leaves["q"].mT.contiguous().mT, "v": torch.cat([leaves["v"]] * 2, -1)[..., :128]}
+        if case == "broadcast":
+            leaves = {**leaves, "beta": leaves["beta"][:, :1].expand(2, 70, 2)}
+        return function(leaves, rest)
+
+    same(run(compile(call), args), run(call, args))
+
+
 def test_without_a_final_state(device):
     args = inputs(1, 70, 1, device=device)
     call = compile(lambda args: chunk_gated_delta_rule(**args))
