@@ -80,7 +80,7 @@ class Workload:
         heads, groups = self.chunks * HV, self.chunks * self.H
         made = heads * (C * C * 2 + FACTORS * 4)  # T with P^T, and the gate factors
         h = heads * K * V * 2
-        workspace = heads * (3 * C * K * 2 + 2 * C * C * 2 + K * 4)
+        workspace = heads * (3 * C * K * 2 + C * C * 2 + (K + C) * 4)
         kda_gates = self.tokens * HV * (K + 1) * 2
         walk = heads * (6 * C * K * V + 4 * C * C * V)  # K S, Q S, K^T Vn; T W, P Vn
         return {

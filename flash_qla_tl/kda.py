@@ -430,9 +430,9 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
     """
     if T_total == 0 or N == 0:
         return 0
-    # For every chunk and head three tiles [64, 128] and two [64, 64] of 16 bits and 128 decays of 32;
-    # and where the chunks of each sequence begin.
-    chunk = 3 * 64 * HEAD_DIM * 2 + 2 * 64 * 64 * 2 + HEAD_DIM * 4
+    # For every chunk and head three tiles [64, 128] and one [64, 64] of 16 bits and 128 decays and 64 betas
+    # of 32; and where the chunks of each sequence begin.
+    chunk = 3 * 64 * HEAD_DIM * 2 + 64 * 64 * 2 + (HEAD_DIM + 64) * 4
     return (T_total // 64 + N) * H * chunk + 4 * (N + 1)
 
 

@@ -888,5 +888,5 @@ def test_flash_kda_as_serving_calls_it(anywhere, state_dtype):
 
 def test_workspace():
     assert get_workspace_size(0, 96) == get_workspace_size(100, 96, 0) == 0
-    assert get_workspace_size(64, 1) == 2 * 66048 + 8 and get_workspace_size(8192, 96, N=8) == 136 * 96 * 66048 + 36
+    assert get_workspace_size(64, 1) == 2 * 58112 + 8 and get_workspace_size(8192, 96, N=8) == 136 * 96 * 58112 + 36
     assert flash_kda.get_workspace_size is get_workspace_size

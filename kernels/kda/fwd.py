@@ -1,6 +1,6 @@
 """Kimi Delta Attention forward: prepare.py makes what a chunk needs beside the state, state_loop.py walks the chunks.
 
-Between them lies a workspace of 64.5 KB a chunk and value head, written once and read once (twice by a head split over
+Between them lies a workspace of 56.75 KB a chunk and value head, written once and read once (twice by a head split over
 two CTAs, the second time from L2).
 """
 

@@ -38,6 +38,26 @@ QLA_DEVICE void qlk_store4(unsigned at, unsigned a, unsigned b, unsigned c, unsi
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+// Of an input, 4 bytes and 16; 0 unless wanted. Volatile: they are on their way in the order in which they are written, before one of
+// them is waited for.
+QLA_DEVICE unsigned qlk_ask(long long from, int wanted) {
+  unsigned v = 0;
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}" : "+r"(v) : "l"(from), "r"(wanted));
+  return v;
+}
+
+QLA_DEVICE uint4 qlk_ask4(long long from, int wanted) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(from), "r"(wanted));
+  return v;
+}
+
+QLA_DEVICE void qlk_write4(long long to, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 QLA_DEVICE float* qlk_floats(unsigned at) { return (float*)__cvta_shared_to_generic(at); }
 
 // d += a b for one 16x8 tile, 32 bytes deep.
@@ -102,6 +122,9 @@ QLA_DEVICE unsigned qlk_at(unsigned tile, int row, int c) { return tile + (c >> 
 
 // This lane's address for an x4 matrix access to step k of the rows of block b.
 QLA_DEVICE unsigned qlk_step(unsigned tile, int l, int b, int k) { return qla_block(tile, l, b, k & 3) + (k >> 2) * QLK_PANEL; }
+
+// The lane in whose place one reads a right operand: so that what an mma takes of it are neighbours, {0, 1} and {2, 3}.
+QLA_DEVICE int qlk_right(int l) { return (l & 7) | (l & 8) << 1 | (l & 16) >> 1; }
 
 QLA_DEVICE void qlk_read8(unsigned at, float* v) {
   const float4 a = *(const float4*)qlk_floats(at), b = *(const float4*)qlk_floats(at + 16);
@@ -185,11 +208,12 @@ QLA_DEVICE void qlk_locate(long long cu_address, int stride, int num_seqs, int n
 // Rates of decay: KIND 0: g log2(e); 1: -rate softplus(g + bias); 2: bound sigmoid(rate (g + bias)), which is never below QLK_LOW;
 // 3: the same where it may be. Rows past the sequence's end have g = 0 and fade by nothing.
 template <int KIND>
-QLA_DEVICE void qlk_scan(float* x, int rows, float rate, float bound, const float* bias) {
+QLA_DEVICE void qlk_scan(float* x, int rows, float rate, float bound, const uint4* bias_) {
+  const unsigned bias[8] = {bias_[0].x, bias_[0].y, bias_[0].z, bias_[0].w, bias_[1].x, bias_[1].y, bias_[1].z, bias_[1].w};
   float sum[8], b[8];
   const float slope = KIND == 1 ? QLK_LOG2E : -QLK_LOG2E * rate;
 #pragma unroll
-  for (int c = 0; c < 8; c++) sum[c] = 0.f, b[c] = KIND && bias ? slope * bias[c] : 0.f;
+  for (int c = 0; c < 8; c++) sum[c] = 0.f, b[c] = KIND ? slope * __uint_as_float(bias[c]) : 0.f;
 #pragma unroll
   for (int r = 0; r < 8; r++) {
     const float factor = r >= rows ? 0.f : KIND == 1 ? -rate : bound * QLK_LOG2E;
@@ -224,22 +248,21 @@ QLA_DEVICE void qlk_below(const float* x, float* below) {
 QLA_DEVICE void qlk_gates(long long g_address, int type, long long stride, int valid, int kind, float bound, long long A_log, long long dt_bias,
                           int head, float* x, unsigned totals) {
   const int t = threadIdx.x, w = t >> 5, h = (t >> 4) & 1, m = t & 15, rows = valid - 16 * w - 8 * h;
-  const char* g = (const char*)g_address + ((16 * w + 8 * h) * stride + 8 * m) * (type == 0 ? 4 : 2);
+  const long long step = stride * (type == 0 ? 4 : 2), from = g_address + (16 * w + 8 * h) * step + m * (type == 0 ? 32 : 16);
+  const unsigned A = qlk_ask(A_log + 4 * head, A_log != 0);
+  const uint4 bias[2] = {qlk_ask4(dt_bias + head * 512 + 32 * m, dt_bias != 0), qlk_ask4(dt_bias + head * 512 + 32 * m + 16, dt_bias != 0)};
   if (type == 0) {
 #pragma unroll
     for (int r = 0; r < 8; r++) {
-      float4 a = make_float4(0.f, 0.f, 0.f, 0.f), b = a;
-      if (r < rows) a = *(const float4*)(g + r * stride * 4), b = *(const float4*)(g + r * stride * 4 + 16);
-      float* y = x + 8 * r;
-      y[0] = a.x, y[1] = a.y, y[2] = a.z, y[3] = a.w, y[4] = b.x, y[5] = b.y, y[6] = b.z, y[7] = b.w;
+      const uint4 a = qlk_ask4(from + r * step, r < rows), b = qlk_ask4(from + r * step + 16, r < rows);
+      const unsigned y[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[8 * r + i] = __uint_as_float(y[i]);
     }
   } else {
     uint4 raw[8];
 #pragma unroll
-    for (int r = 0; r < 8; r++) {
-      raw[r] = make_uint4(0, 0, 0, 0);
-      if (r < rows) raw[r] = *(const uint4*)(g + r * stride * 2);
-    }
+    for (int r = 0; r < 8; r++) raw[r] = qlk_ask4(from + r * step, r < rows);
 #pragma unroll
     for (int r = 0; r < 8; r++) {
       const unsigned y[4] = {raw[r].x, raw[r].y, raw[r].z, raw[r].w};
@@ -251,10 +274,9 @@ QLA_DEVICE void qlk_gates(long long g_address, int type, long long stride, int v
       }
     }
   }
-  const float rate = A_log ? qla_exp2(((const float*)A_log)[head] * QLK_LOG2E) : 1.f;
-  const float* bias = dt_bias ? (const float*)dt_bias + head * 128 + 8 * m : 0;
+  const float rate = qla_exp2(__uint_as_float(A) * QLK_LOG2E);
   if (kind == 0)
-    qlk_scan<0>(x, rows, 0.f, 0.f, 0);
+    qlk_scan<0>(x, rows, 0.f, 0.f, bias);
   else if (kind == 1)
     qlk_scan<1>(x, rows, rate, 0.f, bias);
   else if (bound * QLK_LOG2E >= QLK_LOW)
@@ -311,28 +333,25 @@ QLA_DEVICE int qlk_is_strong(unsigned strong) {
 // ---------------------------------------------------------------------------------------------------
 // Norms and operands.
 
-// norms[16 i + r] = (sum x^2 + 1e-6)^-1/2 of the own rows of two 16-bit tiles, k and q: the diagonal of a product with itself.
+// norms[16 i + r] = (sum x^2 + 1e-6)^-1/2, or 1, of the own rows of two 16-bit tiles, k and q: the diagonal of a product with itself.
+// Made whether wanted or not: of a branch the compiler would make two copies of all that follows.
 QLA_DEVICE void qlk_norms(unsigned k, unsigned q, unsigned norms_, int wanted) {
   const int t = threadIdx.x, w = t >> 5, l = t & 31, g = l >> 2;
   float* norms = qlk_floats(norms_) + 32 * w;
-  if (!wanted) {
-    norms[l] = 1.f;
-  } else {
+#pragma unroll 1
+  for (int i = 0; i < 2; i++) {
+    float d[8];
+    qla_clear_tile(d);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float d[8];
-      qla_clear_tile(d);
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        unsigned a[4];
-        qla_ldmatrix(qlk_step(i ? q : k, l, w, j), a);
-        qlk_mma_input(d, a, a[0], a[2]);
-        qlk_mma_input(d + 4, a, a[1], a[3]);
-      }
-      if ((l & 3) == g >> 1) {
-        norms[16 * i + g] = rsqrtf((g & 1 ? d[1] : d[0]) + 1e-6f);
-        norms[16 * i + 8 + g] = rsqrtf((g & 1 ? d[7] : d[6]) + 1e-6f);
-      }
+    for (int j = 0; j < 8; j++) {
+      unsigned a[4];
+      qla_ldmatrix(qlk_step(i ? q : k, l, w, j), a);
+      qlk_mma_input(d, a, a[0], a[2]);
+      qlk_mma_input(d + 4, a, a[1], a[3]);
+    }
+    if ((l & 3) == g >> 1) {
+      norms[16 * i + g] = wanted ? rsqrtf((g & 1 ? d[1] : d[0]) + 1e-6f) : 1.f;
+      norms[16 * i + 8 + g] = wanted ? rsqrtf((g & 1 ? d[7] : d[6]) + 1e-6f) : 1.f;
     }
   }
   __syncwarp();
@@ -386,71 +405,89 @@ QLA_DEVICE void qlk_operands(const float* x, unsigned start, unsigned to_end, un
 #pragma unroll
     for (int i = 0; i < 8; i++) k[i] *= f[i], q[i] = q[i] * q_norm * f[i];
     qlk_put(rk, row, m, k, op);
-    *(uint4*)(kd + place + r * 256) = qlk_scaled(op, lift);
+    qlk_write4(kd + place + r * 256, qlk_scaled(op, lift));
     qlk_put(rq, row, m, q, op);
-    *(uint4*)(qd + place + r * 256) = qlk_scaled(op, lift);
+    qlk_write4(qd + place + r * 256, qlk_scaled(op, lift));
     qlk_put(ck, row, m, c, op);
 #pragma unroll
     for (int i = 0; i < 8; i++) c[i] *= end[i];
     uint4 y;
     y.x = qla_pack(c[0], c[1]), y.y = qla_pack(c[2], c[3]), y.z = qla_pack(c[4], c[5]), y.w = qla_pack(c[6], c[7]);
-    *(uint4*)(kr + place + r * 256) = y;
+    qlk_write4(kr + place + r * 256, y);
   }
   __syncwarp();
 }
 
 // ---------------------------------------------------------------------------------------------------
-// Products. lower: 16x16 blocks of KK, rows i and columns j, and upper: of QK^T, rows j and columns i (keys are rows).
+// Products: blocks of KK, and of QK^T, of which keys are rows.
 
 // Own rows with own rows.
 QLA_DEVICE void qlk_diagonal(unsigned rk, unsigned rq, unsigned ck, float* lower, float* upper) {
-  const int t = threadIdx.x, w = t >> 5, l = t & 31;
+  const int t = threadIdx.x, w = t >> 5, l = t & 31, right = qlk_right(l);
   qla_clear_tile(lower);
   qla_clear_tile(upper);
 #pragma unroll
   for (int k = 0; k < QLK_STEPS; k++) {
     unsigned a[4], b[4], c[4];
     qla_ldmatrix(qlk_step(rk, l, w, k), a);
-    qla_ldmatrix(qlk_step(rq, l, w, k), b);
+    qla_ldmatrix(qlk_step(rq, right, w, k), b);
     qla_ldmatrix(qlk_step(ck, l, w, k), c);
     qlk_mma(lower, a, c[0], c[2]);
     qlk_mma(lower + 4, a, c[1], c[3]);
-    qlk_mma(upper, c, b[0], b[2]);
-    qlk_mma(upper + 4, c, b[1], b[3]);
+    qlk_mma(upper, c, b[0], b[1]);
+    qlk_mma(upper + 4, c, b[2], b[3]);
   }
 }
 
-// 2^-shift (rows of block a of one tile) (rows of block b of another)^T: the factors belong to C, which is the first or the second.
+// The own rows of a tile as left operands.
+QLA_DEVICE void qlk_own_rows(unsigned tile, unsigned* own) {
+  const int t = threadIdx.x, w = t >> 5, l = t & 31;
+#pragma unroll
+  for (int k = 0; k < QLK_STEPS; k++) qla_ldmatrix(qlk_step(tile, l, w, k), own + 4 * k);
+  __syncwarp();
+}
+
+// 2^shift (own rows of one tile) (rows of block b of another)^T: the factors belong to C, which is the first or the second.
 template <bool FIRST>
-QLA_DEVICE void qlk_cross(unsigned x, int a, unsigned y, int b, unsigned factors, float* d) {
-  const int l = threadIdx.x & 31;
+QLA_DEVICE void qlk_cross(const unsigned* own, unsigned tile, int b, unsigned factors, float* d) {
+  const int l = threadIdx.x & 31, right = qlk_right(l);
   const uint2* factor = (const uint2*)qlk_floats(factors) + (l & 3);
   qla_clear_tile(d);
 #pragma unroll
   for (int k = 0; k < QLK_STEPS; k++) {
     unsigned u[4], v[4];
-    qla_ldmatrix(qlk_step(x, l, a, k), u);
-    qla_ldmatrix(qlk_step(y, l, b, k), v);
+    qla_ldmatrix(qlk_step(tile, right, b, k), v);
     const uint2 f = factor[4 * k];
-    unsigned* c = FIRST ? u : v;
-    c[0] = qlk_times(c[0], f.x), c[1] = qlk_times(c[1], f.x), c[2] = qlk_times(c[2], f.y), c[3] = qlk_times(c[3], f.y);
-    qlk_mma(d, u, v[0], v[2]);
-    qlk_mma(d + 4, u, v[1], v[3]);
-  }
-  const float down = __uint_as_float((127 - QLK_SHIFT) << 23);
 #pragma unroll
-  for (int i = 0; i < 8; i++) d[i] *= down;
+    for (int i = 0; i < 4; i++) {
+      u[i] = FIRST ? qlk_times(own[4 * k + i], i & 2 ? f.y : f.x) : own[4 * k + i];
+      if (!FIRST) v[i] = qlk_times(v[i], i & 1 ? f.y : f.x);
+    }
+    qlk_mma(d, u, v[0], v[1]);
+    qlk_mma(d + 4, u, v[2], v[3]);
+  }
 }
 
-// Own rows with the other blocks: lower[8 j..] of the j before the own block, upper[8 i..] of the i after it. Every warp has three.
-QLA_DEVICE void qlk_across(unsigned rk, unsigned rq, unsigned ck, unsigned cross, float* lower, float* upper) {
-  const int w = threadIdx.x >> 5;
-#pragma unroll
-  for (int o = 0; o < 3; o++) {
-    if (o < w)
-      qlk_cross<false>(rk, w, ck, o, cross + QLK_FACTORS * (w * (w - 1) / 2 + o), lower + 8 * o);
-    else
-      qlk_cross<true>(ck, w, rq, o + 1, cross + QLK_FACTORS * (o * (o + 1) / 2 + w), upper + 8 * (o + 1));
+// Own rows with the other blocks: L in the first panel of rk, by the betas of its rows, and behind the own block P^T in the second.
+// Every warp has three. Of rk nobody else reads the own rows.
+QLA_DEVICE void qlk_across(unsigned rk, unsigned rq, unsigned ck, unsigned cross, const float* beta) {
+  const int t = threadIdx.x, w = t >> 5, l = t & 31, row = 16 * w + (l >> 2);
+  const float down = __uint_as_float((127 - QLK_SHIFT) << 23), b0 = beta[row] * down, b1 = beta[row + 8] * down;
+  unsigned own[4 * QLK_STEPS];
+  float d[8];
+  qlk_own_rows(rk, own);
+#pragma unroll 1
+  for (int o = 0; o < w; o++) {
+    qlk_cross<false>(own, ck, o, cross + QLK_FACTORS * (w * (w - 1) / 2 + o), d);
+    qla_stmatrix(qla_block(rk, l, w, o), qla_half2(d[0] * b0, d[1] * b0), qla_half2(d[2] * b1, d[3] * b1), qla_half2(d[4] * b0, d[5] * b0),
+                 qla_half2(d[6] * b1, d[7] * b1));
+  }
+  qlk_own_rows(ck, own);
+#pragma unroll 1
+  for (int o = w + 1; o < 4; o++) {
+    qlk_cross<true>(own, rq, o, cross + QLK_FACTORS * (o * (o - 1) / 2 + w), d);
+    qla_stmatrix(qla_block(rk + QLK_PANEL, l, w, o), qla_pack(d[0] * down, d[1] * down), qla_pack(d[2] * down, d[3] * down),
+                 qla_pack(d[4] * down, d[5] * down), qla_pack(d[6] * down, d[7] * down));
   }
 }
 
@@ -555,7 +592,7 @@ __device__ __noinline__ void qlk_mend(qlk_block* block, unsigned start, unsigned
     qlk_put(ck, row0 + r, m, near, op);
     uint4 y;
     y.x = qla_pack(last[0], last[1]), y.y = qla_pack(last[2], last[3]), y.z = qla_pack(last[4], last[5]), y.w = qla_pack(last[6], last[7]);
-    *(uint4*)(kr + (row0 + r) * 256 + 16 * m) = y;
+    qlk_write4(kr + (row0 + r) * 256 + 16 * m, y);
 #pragma unroll
     for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
     if (m == r) dot = sum;
@@ -582,7 +619,130 @@ QLA_DEVICE void qlk_strong(const float* x, unsigned start, unsigned to_end, unsi
 }
 
 // ---------------------------------------------------------------------------------------------------
-// The triangles.
+// The triangles: A = (I + L)^-1, L = strict_lower(beta KK). With D the inverses of the four 16x16 diagonal blocks and N = D L below them,
+//     A = (I + N)^-1 D = (I - N + N^2 - N^3) D          (N is block-nilpotent: N^4 = 0)
+// D is by forward substitution in fp32: it keeps keys that repeat exact, where a power series cancels. The block products are fp16
+// mma.sync, three dependent rounds for the longest row.
+
+// Of the own diagonal block of L the strict lower triangles of its two diagonal 8x8 quarters as fp32 into diag (2 x 64 floats, by
+// columns), and the quarter below as the operand that is returned.
+QLA_DEVICE unsigned qlk_store_quarters(const float* kk, const float* beta, float* diag, int w, int l) {
+  int g = l >> 2, t = (l & 3) * 2;
+  float b0 = beta[16 * w + g], b1 = beta[16 * w + g + 8], *column = diag + 8 * t + g;
+  if (t < g) column[0] = kk[0] * b0, column[64] = kk[6] * b1;
+  if (t + 1 < g) column[8] = kk[1] * b0, column[72] = kk[7] * b1;
+  return qla_half2(kk[2] * b1, kk[3] * b1);
+}
+
+// D^T, D the inverse of the 16x16 unit lower triangle, as fp16 into block (w, w) of x. The inverses D1 and D2 of its diagonal quarters
+// by forward substitution in fp32, lane c (and c + 16) column c, column by column, so that the updates of a step do not wait for
+// each other; below them -D2 L21 D1, L21 the operand from qlk_store_quarters.
+QLA_DEVICE void qlk_diag_inverse(const float* diag, unsigned l21, unsigned x, int w, int l) {
+  int c = l & 7, second = (l >> 3) & 1;
+  float s[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) s[i] = i == c ? 1.f : 0.f;
+#pragma unroll
+  for (int k = 0; k < 7; k++) {
+#pragma unroll
+    for (int q = (k + 1) / 4; q < 2; q++) {
+      float4 p = *(const float4*)(diag + 64 * second + 8 * k + 4 * q);
+      if (4 * q > k) s[4 * q] -= p.x * s[k];
+      if (4 * q + 1 > k) s[4 * q + 1] -= p.y * s[k];
+      if (4 * q + 2 > k) s[4 * q + 2] -= p.z * s[k];
+      s[4 * q + 3] -= p.w * s[k];
+    }
+  }
+  // Rows of D^T: zeros left of its second half, whose quarter right of the first half comes last.
+  unsigned row = x + (w * 16 + (l & 15)) * 128, left = row + (((2 * w) ^ (l & 7)) << 4), right = row + (((2 * w + 1) ^ (l & 7)) << 4);
+  unsigned h0 = qla_half2(s[0], s[1]), h1 = qla_half2(s[2], s[3]), h2 = qla_half2(s[4], s[5]), h3 = qla_half2(s[6], s[7]);
+  if (l < 16) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(second ? right : left), "r"(h0), "r"(h1), "r"(h2), "r"(h3) : "memory");
+    if (second) asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(left), "r"(0) : "memory");
+  }
+  __syncwarp();
+  unsigned d1, d2[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0}, b;
+  float z[4] = {0, 0, 0, 0};
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(d1) : "r"(left));  // rows 0 to 7 from lanes 0 to 7
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(d2[0]) : "r"(x + (w * 16 + 8 + c) * 128 + (((2 * w + 1) ^ c) << 4)));
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(b) : "r"(l21));
+  qla_mma(z, d2, b, 0);
+  y[0] = qla_half2(-z[0], -z[1]);
+  z[0] = z[1] = 0.f;
+  qla_mma(z, y, d1, 0);
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(right), "r"(qla_half2(z[0], z[1])) : "memory");
+}
+
+// Own rows of the tile up to its diagonal block: T = A beta from the own rows of L in x and the other warps' N and D; on and above the
+// diagonal of that block P^T, from qk. One code for all four warps, with branches a warp takes as one.
+QLA_DEVICE void qlk_rows(const float* beta, const float* qk, unsigned x, unsigned tile, int w, int l) {
+  int g = l >> 2, t = (l & 3) * 2, c = w * 16 + t;
+  unsigned d[4], n[3][4], y[4];
+  float2 b0 = *(const float2*)(beta + c), b1 = *(const float2*)(beta + c + 8);
+  qla_ldmatrix_t(qla_block(x, l, w, w), y);
+  d[0] = y[0], d[1] = y[2], d[2] = y[1], d[3] = y[3];
+  float z[3][8], f[8];
+  if (w) {
+    // Blocks at or right of the diagonal come out as garbage that nothing uses.
+    unsigned lower[3][4];
+#pragma unroll
+    for (int j = 0; j < 3; j++) qla_ldmatrix_t(qla_block(x, l, w, j), lower[j]);
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+      qla_clear_tile(z[j]);
+      qla_mma16(z[j], d, lower[j]);
+    }
+  }
+  // Meanwhile the diagonal block.
+  qla_float_tile(d, f);
+  qla_stmatrix(qla_block(tile, l, w, w), qla_pack(t < g ? f[0] * b0.x : qk[0], t + 1 < g ? f[1] * b0.y : qk[1]), qla_pack(f[2] * b0.x, f[3] * b0.y),
+               qla_pack(qk[4], qk[5]), qla_pack(t < g ? f[6] * b1.x : qk[6], t + 1 < g ? f[7] * b1.y : qk[7]));
+  if (w) {
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+      qla_half2_tile(z[j], n[j]);
+      if (j < w) qla_stmatrix(qla_block(x, l, w, j), n[j][0], n[j][1], n[j][2], n[j][3]);
+    }
+  }
+  qla_sync();
+  if (w == 0) return;
+  if (w > 1) {
+    // n becomes N - N^2 + N^3, which is -(I + N)^-1 off the diagonal.
+    unsigned n10[4], n20[4], n21[4], m[4];
+    qla_ldmatrix_t(qla_block(x, l, 1, 0), n10);
+    qla_float_tile(n[0], z[0]);
+    qla_clear_tile(z[1]);
+    if (w == 3) {
+      qla_ldmatrix_t(qla_block(x, l, 2, 1), n21);
+      qla_ldmatrix_t(qla_block(x, l, 2, 0), n20);
+      qla_mma16(z[1], n[2], n21);
+      qla_negate(n[2], m);
+      qla_mma16(z[0], m, n20);
+    }
+    qla_negate(n[1], m);
+    qla_mma16(z[0], m, n10);
+    if (w == 3) {
+      qla_half2_tile(z[1], m);
+      qla_mma16(z[0], m, n10);
+      qla_float_tile(n[1], f);
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[i] -= z[1][i];
+      qla_half2_tile(f, n[1]);
+    }
+    qla_half2_tile(z[0], n[0]);
+  }
+#pragma unroll
+  for (int j = 0; j < 3; j++)
+    if (j < w) {
+      b0 = *(const float2*)(beta + 16 * j + t), b1 = *(const float2*)(beta + 16 * j + 8 + t);
+      qla_ldmatrix(qla_block(x, l, j, j), y);
+      d[0] = y[0], d[1] = y[2], d[2] = y[1], d[3] = y[3];
+      qla_clear_tile(z[j]);
+      qla_mma16(z[j], n[j], d);
+      qla_stmatrix(qla_block(tile, l, w, j), qla_pack(-z[j][0] * b0.x, -z[j][1] * b0.y), qla_pack(-z[j][2] * b0.x, -z[j][3] * b0.y),
+                   qla_pack(-z[j][4] * b1.x, -z[j][5] * b1.y), qla_pack(-z[j][6] * b1.x, -z[j][7] * b1.y));
+    }
+}
 
 // The 16 own rows, 128 bytes each, of a tile to memory.
 QLA_DEVICE void qlk_store_rows(unsigned tile, long long out) {
@@ -591,45 +751,20 @@ QLA_DEVICE void qlk_store_rows(unsigned tile, long long out) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int row = 16 * w + 4 * i + (l >> 3);
-    *(uint4*)(out + row * 128 + (l & 7) * 16) = qlk_load4(qlk_at(tile, row, l & 7));
+    qlk_write4(out + row * 128 + (l & 7) * 16, qlk_load4(qlk_at(tile, row, l & 7)));
   }
 }
 
-// Own rows of KK -> own rows of T in memory. table: beta and the neutral rows of a gate table. x: two panels, of which nobody else reads
-// the own rows before the barrier.
-QLA_DEVICE void qlk_solve(const float* diagonal, float* lower, const float* table, unsigned x, long long out) {
+// Own rows, in memory, of the tile with T below its diagonal and P^T (keys are rows) on and above it: from what qlk_across left in x,
+// and the diagonal blocks of KK and QK^T. scratch: 512 bytes a warp.
+QLA_DEVICE void qlk_solve(const float* kk, const float* qk, const float* beta, unsigned x, unsigned scratch, long long out) {
   const int t = threadIdx.x, w = t >> 5, l = t & 31;
   const unsigned tile = x + QLK_PANEL;
-  float* diag = qlk_floats(tile + 2048 * w);
-#pragma unroll
-  for (int j = 0; j < 4; j++)
-    if (j == w) {
-#pragma unroll
-      for (int i = 0; i < 8; i++) lower[8 * j + i] = diagonal[i];
-    }
+  float* diag = qlk_floats(scratch + 512 * w);
+  const unsigned l21 = qlk_store_quarters(kk, beta, diag, w, l);
   __syncwarp();
-  unsigned l21 = qla_store_lower(lower, table[QLA_BETA_ROW + 16 * w + (l >> 2)], table[QLA_BETA_ROW + 16 * w + (l >> 2) + 8], x, diag, w, l);
+  qlk_diag_inverse(diag, l21, x, w, l);
   __syncwarp();
-  qla_diag_inverse(diag, l21, x, w, l);
-  __syncwarp();
-  for (int j = w + 1; j < 4; j++) qla_stmatrix(qla_block(tile, l, w, j), 0, 0, 0, 0);
-  qla_rows(table, x, tile, 0);
-  qlk_store_rows(tile, out);
-}
-
-// Own rows of QK^T (keys are rows) -> own rows of P^T in memory, by way of the own rows of a panel.
-QLA_DEVICE void qlk_scores(const float* diagonal, const float* upper, unsigned tile, long long out) {
-  const int t = threadIdx.x, w = t >> 5, l = t & 31, g = l >> 2, s = (l & 3) * 2;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float* y = upper + 8 * i;
-    if (i == w)
-      qla_stmatrix(qla_block(tile, l, w, i), qla_pack(s >= g ? diagonal[0] : 0.f, s + 1 >= g ? diagonal[1] : 0.f), 0,
-                   qla_pack(diagonal[4], diagonal[5]), qla_pack(s >= g ? diagonal[6] : 0.f, s + 1 >= g ? diagonal[7] : 0.f));
-    else if (i > w)
-      qla_stmatrix(qla_block(tile, l, w, i), qla_pack(y[0], y[1]), qla_pack(y[2], y[3]), qla_pack(y[4], y[5]), qla_pack(y[6], y[7]));
-    else
-      qla_stmatrix(qla_block(tile, l, w, i), 0, 0, 0, 0);
-  }
+  qlk_rows(beta, qk, x, tile, w, l);
   qlk_store_rows(tile, out);
 }

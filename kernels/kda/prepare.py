@@ -7,17 +7,18 @@ Per value head and chunk of 64 tokens, with G the in-chunk cumulative log2 decay
     T  = (I + beta KK)^-1 beta                                             P  = scale QK
 
 and on the way the L2 norms of q and k, the gate and the sigmoid of beta. state_loop.py walks the chunks with these. Written are
-tiles [64, 128] of kd, qd, kr, [64, 64] of T and P^T (rows are keys) and [128] of decay for each (slot, value head): dense input has slot
-ceil(T / 64) b + i for chunk i, packed input slot chunk_offsets[n] + i. Slots without a chunk are left as they are.
+tiles [64, 128] of kd, qd, kr, one [64, 64] with T below its diagonal and P^T (rows are keys) on and above it, and decay and beta, which is
+T's diagonal, for each (slot, value head): dense input has slot ceil(T / 64) b + i for chunk i, packed input slot chunk_offsets[n] + i.
+Slots without a chunk are left as they are.
 
-Grid (slots * HV): a CTA of four warps makes one chunk of one head, warp w the rows of its block w of 16 tokens:
+Grid (slots * HV), slots from the last to the first: a CTA of four warps makes one chunk of one head, warp w the rows of its block w:
 
     gates        decays of own rows: activation and scan, in registers
     tables       G at the ends of blocks, and the powers of two that blocks meet with; thread c has channel c
     operands     own rows of kd, qd, kr, and of the operands R and C of KK and QK (kda_tile.cuh)
     diagonal     own rows with own rows; twice over where a channel fades by more than a float's exponents hold
     across       the three blocks of KK and QK^T in own rows
-    solve        own rows of T, by the inverse of chunk_tile.cuh; own rows of P^T
+    solve        own rows of T, and of P^T beside it
 
 Decays are never divided: C and R have whole exponents taken out, so that no later token changes a digit of an earlier row, and a product
 of blocks puts them back as powers of two. Rows past a sequence's end are zero and fade by nothing. What varies per call (heads, lengths,
@@ -40,6 +41,8 @@ from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, readable, t
 K = 128
 THREADS = 128
 PANEL = 64  # 128 bytes of 16-bit numbers
+# What a walk wants in fp32 of a chunk: decay by channel, beta by token.
+NUM_FACTORS = K + CHUNK
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
     tilelang.PassConfigKey.TL_DISABLE_BUFFER_INIT_CHECK: True,
@@ -48,9 +51,6 @@ PASS_CONFIGS = {
     # Warps meet where it is written out below; the pass would part them at every access.
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
 }
-# The gate table of chunk_tile.cuh, for a triangle that has its decay inside: zeros, ones, beta.
-NEUTRAL = {"G": 0, "ROW": 64, "COL1": 64, "COL2": 64, "COL3": 64, "SCALE": 64, "BETA": 128, "BETA_ROW": 128}
-TABLE = 192
 # What kda_tile.cuh calls the gates.
 PLAIN, SOFTPLUS, LOWER_BOUND = range(3)
 device = functools.partial(T.call_extern, "handle")
@@ -84,12 +84,9 @@ def configs() -> list[Config]:
 
 
 def device_source(dtype: str) -> str:
-    """chunk_tile.cuh for the neutral table, and kda_tile.cuh."""
-    rows = {f"QLA_{name}": at for name, at in (gates.ROWS | gates.FACTORS | NEUTRAL).items()}
-    header = "".join(f"#define {name} {at}\n" for name, at in {"QLA_BF16": int(dtype == "bfloat16"), **rows}.items())
     common = Path(gates.__file__).parent
     files = common / "ptx.cuh", common / "chunk_tile.cuh", Path(__file__).parent / "kda_tile.cuh"
-    return header + "".join(file.read_text() for file in files)
+    return f"#define QLA_BF16 {int(dtype == 'bfloat16')}\n" + "".join(file.read_text() for file in files)
 
 
 def smem(x):
@@ -118,7 +115,7 @@ def build(config: Config):
         beta_address: T.int64, beta_type: T.int32, beta_stride_b: T.int64, beta_stride_t: T.int64, beta_stride_h: T.int64,
         beta_range: T.float32,
         cu_address: T.int64, cu_stride: T.int32, num_seqs: T.int32, chunk_offsets_address: T.int64,
-        kd_address: T.int64, qd_address: T.int64, kr_address: T.int64, T_address: T.int64, PT_address: T.int64, decay_address: T.int64,
+        kd_address: T.int64, qd_address: T.int64, kr_address: T.int64, TP_address: T.int64, factors_address: T.int64,
     ):  # fmt: skip
         with T.Kernel(slots * HV, threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
@@ -129,11 +126,9 @@ def build(config: Config):
             lift = T.alloc_shared((4, K * config.factor), "uint8", scope="shared")
             cross = T.alloc_shared((6, K * config.factor), "uint8", scope="shared")
             row_norms = T.alloc_shared((2 * CHUNK,), accum, scope="shared")
-            table = T.alloc_shared((TABLE,), accum, scope="shared")
+            betas = T.alloc_shared((CHUNK,), accum, scope="shared")
             strong = T.alloc_shared((8,), "uint32", scope="shared")
             x = T.alloc_local((64,), accum)
-            lower = T.alloc_local((32,), accum)
-            upper = T.alloc_local((32,), accum)
             own_lower = T.alloc_local((8,), accum)
             own_upper = T.alloc_local((8,), accum)
             place = T.alloc_local((2,), "int32")
@@ -141,20 +136,28 @@ def build(config: Config):
             T.annotate_layout({tiles: tilelang.layout.make_swizzled_layout(tiles)})
 
             tx = T.get_thread_binding()
+            # Variables, since an expression would be divided out anew at every use.
+            slot = T.alloc_var("int32")
+            i_hv = T.alloc_var("int32")
+            i_h = T.alloc_var("int32")
+            i_b = T.alloc_var("int32", init=0)
+            t0 = T.alloc_var("int32")
+            valid = T.alloc_var("int32")
             slot = T.truncdiv(i_x, HV)
             i_hv = i_x - slot * HV
             i_h = T.truncdiv(i_hv, group)
-            i_b = T.alloc_var("int32", init=0)
+            # From the last to the first: what the walk begins with is then what was written last, and is still in the L2 cache.
+            slot = slots - 1 - slot
             if cu_address != 0:
                 device("qlk_locate", cu_address, cu_stride, num_seqs, num_tokens, slot,
                     T.if_then_else(i_x == 0, chunk_offsets_address, T.int64(0)), smem(row_norms[0]), T.access_ptr(place, "w"),
                 )  # fmt: skip
+                t0 = place[0]
+                valid = place[1]
             else:
                 i_b = T.truncdiv(slot, slots_per_row)
-                place[0] = (slot - i_b * slots_per_row) * CHUNK
-                place[1] = T.min(num_tokens - place[0], CHUNK)
-            t0 = place[0]
-            valid = place[1]
+                t0 = (slot - i_b * slots_per_row) * CHUNK
+                valid = T.min(num_tokens - t0, CHUNK)
             if valid > 0:
                 if tx < 32:
                     for p in T.unroll(2):
@@ -173,6 +176,13 @@ def build(config: Config):
                     if tx == 0:
                         T.barrier_arrive(loaded[0])
                 t = T.cast(t0, "int64")
+                chunk = T.cast(slot, "int64") * HV + i_hv
+                beta_from = T.alloc_var("int64")
+                beta_word = T.alloc_var("uint32")
+                beta_from = beta_address + (
+                    i_b * beta_stride_b + (t + tx) * beta_stride_t + i_hv * beta_stride_h
+                ) * T.if_then_else(beta_type == 0, 4, 2)
+                beta_word = T.call_extern("uint32", "qlk_ask", beta_from & T.int64(-4), T.cast(tx < valid, "int32"))
                 device("qlk_gates", g_address + (i_b * g_stride_b + t * g_stride_t + i_hv * g_stride_h) * T.if_then_else(g_type == 0, 4, 2),
                     g_type, g_stride_t, valid, gate, lower_bound, A_log_address, dt_bias_address, i_hv,
                     T.access_ptr(x, "w"), smem(start[0, 0]),
@@ -180,19 +190,15 @@ def build(config: Config):
                 if tx < CHUNK:
                     y = T.alloc_var(accum, init=0.0)
                     if tx < valid:
-                        at_beta = i_b * beta_stride_b + (t + tx) * beta_stride_t + i_hv * beta_stride_h
-                        y = T.call_extern(
-                            accum, "qla_load", beta_address + at_beta * T.if_then_else(beta_type == 0, 4, 2), beta_type
-                        )
+                        y = T.call_extern(accum, "qla_number", beta_word, beta_from, beta_type)
                         if beta_range != 0.0:
                             y = beta_range / (1.0 + T.exp(-y))
-                    table[NEUTRAL["G"] + tx] = 0.0
-                    table[NEUTRAL["ROW"] + tx] = 1.0
-                    table[NEUTRAL["BETA"] + tx] = y
+                    betas[tx] = y
+                    factors = T.make_tensor_from_addr(factors_address, (1 << 60,), accum)
+                    factors[chunk * NUM_FACTORS + K + tx] = y
                 T.sync_threads()
-                chunk = T.cast(slot, "int64") * HV + i_hv
                 device("qlk_tables", smem(start[0, 0]), smem(to_end[0, 0]), smem(lift[0, 0]), smem(cross[0, 0]), smem(strong[0]),
-                    decay_address + chunk * (K * 4),
+                    factors_address + chunk * (NUM_FACTORS * 4),
                 )  # fmt: skip
                 T.sync_threads()
                 T.barrier_wait(loaded[0], 0)
@@ -215,21 +221,18 @@ def build(config: Config):
                         valid, smem(tiles[C, 0]), kr_address + tile, T.access_ptr(own_lower, "rw"), T.access_ptr(own_upper, "rw"),
                     )  # fmt: skip
                 T.sync_threads()
-                device("qlk_across", smem(tiles[RK, 0]), smem(tiles[RQ, 0]), smem(tiles[C, 0]), smem(cross[0, 0]),
-                    T.access_ptr(lower, "w"), T.access_ptr(upper, "w"),
-                )  # fmt: skip
-                # From here on warps write where no other reads: own rows of R of k, which become L and T, and, behind the barrier that
-                # the triangle's inverse has inside, own rows of C, which become P^T.
-                triangle = chunk * (CHUNK * CHUNK * 2)
-                device("qlk_solve", T.access_ptr(own_lower, "r"), T.access_ptr(lower, "rw"), T.address_of(table[0]), smem(tiles[RK, 0]), T_address + triangle,
-                )  # fmt: skip
+                # From here on warps write where no other reads: own rows of R of k, which become L, and T with P^T.
                 device(
-                    "qlk_scores",
-                    T.access_ptr(own_upper, "r"),
-                    T.access_ptr(upper, "r"),
+                    "qlk_across",
+                    smem(tiles[RK, 0]),
+                    smem(tiles[RQ, 0]),
                     smem(tiles[C, 0]),
-                    PT_address + triangle,
+                    smem(cross[0, 0]),
+                    T.address_of(betas[0]),
                 )
+                device("qlk_solve", T.access_ptr(own_lower, "r"), T.access_ptr(own_upper, "r"), T.address_of(betas[0]), smem(tiles[RK, 0]),
+                    smem(start[0, 0]), TP_address + chunk * (CHUNK * CHUNK * 2),
+                )  # fmt: skip
 
     return kda_prepare_kernel
 
@@ -240,9 +243,8 @@ class Workspace(NamedTuple):
     kd: torch.Tensor  # [slots, HV, 64, 128]
     qd: torch.Tensor
     kr: torch.Tensor
-    T: torch.Tensor  # [slots, HV, 64, 64]
-    PT: torch.Tensor  # rows are keys, columns queries
-    decay: torch.Tensor  # [slots, HV, 128] fp32
+    TP: torch.Tensor  # [slots, HV, 64, 64]: T below the diagonal, P^T (rows are keys) on and above it
+    factors: torch.Tensor  # [slots, HV, NUM_FACTORS] fp32: decay, and beta, T's diagonal
     chunk_offsets: torch.Tensor | None  # [N + 1] int32: the first slot of each sequence
 
 
@@ -275,15 +277,15 @@ def prepare(
     if use_gate:
         gate = SOFTPLUS if lower_bound is None else LOWER_BOUND
         A_log = None if A_log is None else A_log.float().contiguous()
-        dt_bias = None if dt_bias is None else dt_bias.float().contiguous()
+        dt_bias = None if dt_bias is None else tma_ready(dt_bias.float().contiguous())
     else:
         A_log = dt_bias = None
     slots_per_row = -(-num_tokens // CHUNK)
     slots = B * slots_per_row if cu_seqlens is None else num_tokens // CHUNK + N
     empty = functools.partial(torch.empty, device=q.device)
     kd, qd, kr = (empty((slots, HV, CHUNK, K), dtype=q.dtype) for _ in range(3))
-    triangle, scores = (empty((slots, HV, CHUNK, CHUNK), dtype=q.dtype) for _ in range(2))
-    decay = empty((slots, HV, K), dtype=torch.float32)
+    triangles = empty((slots, HV, CHUNK, CHUNK), dtype=q.dtype)
+    factors = empty((slots, HV, NUM_FACTORS), dtype=torch.float32)
     chunk_offsets, cu_stride = None, 0
     if cu_seqlens is not None:
         chunk_offsets = empty((N + 1,), dtype=torch.int32)
@@ -296,9 +298,9 @@ def prepare(
             gate, lower_bound or 0.0, address(A_log), address(dt_bias),
             address(beta), FLOAT_TYPE[beta.dtype], *beta.stride(), (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
             address(cu_seqlens), cu_stride, N, address(chunk_offsets),
-            *(address(x) for x in (kd, qd, kr, triangle, scores, decay)),
+            *(address(x) for x in (kd, qd, kr, triangles, factors)),
         )  # fmt: skip
-    return Workspace(kd, qd, kr, triangle, scores, decay, chunk_offsets)
+    return Workspace(kd, qd, kr, triangles, factors, chunk_offsets)
 
 
 @functools.lru_cache

@@ -1,7 +1,7 @@
 """The second kernel of Kimi Delta Attention's forward: the walk over the chunks of every sequence with its state.
 
 Per value head and chunk of 64 tokens, with S the state before the chunk, and kd, qd, kr, T, P and decay what the first
-kernel (prepare.py) left in a workspace, decays, beta, scale and all:
+kernel (prepare.py) left in a workspace, decays, beta, scale and all (T and P^T in one tile, T's diagonal being beta):
 
     W = V - kd S          Vn = T W          O = qd S + P Vn          S <- diag(decay) S + kr^T Vn
 
@@ -11,11 +11,12 @@ wgmma with S (or W, Vn) as its register operand. Packed input has CTAs for one m
 the last one. Two VR: 128 where sequences x heads fill the card, 64 (the head split over two CTAs) where they do not.
 
     warps            work                                          waits on                            signals
-    STATE (4 VR/64)  W, Vn, O, S of a chunk                        a_loaded b_loaded rows o_free       a_free b_free
-                                                                                                       o_full
-    LOAD (1)         TMA: A = V, kd, T; B = qd, P, kr, decay;      a_free b_free a_loaded              a_loaded b_loaded
-                     zeroes V past the sequence's end in a ragged                                      rows
-                     last chunk
+    STATE (4 VR/64)  W, Vn, O, S of a chunk                        a_loaded b_loaded tp_ready rows     a_free b_free
+                                                                   o_free                              o_full
+    LOAD (1)         TMA: A = V, kd, T with P, beta; B = qd, kr,   a_free b_free a_loaded              a_loaded b_loaded
+                     decay; zeroes V past the sequence's end in                                        rows
+                     a ragged last chunk
+    SPLIT (1)        T and P from the tile that holds both         a_loaded b_free                     tp_ready
     STORE (1)        O, the sequence's rows of it                  o_full                              o_free
 
 Rows past a sequence's end are inert in the workspace: kd, qd, kr and P are zero there, and so are T's columns.
@@ -34,7 +35,7 @@ from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_argumen
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, num_sms, on_device
 from flash_qla_tl.kernels.common.tensors import address
 from flash_qla_tl.kernels.common.walk import advance, find_slot, load_state, store_state, store_state_as
-from flash_qla_tl.kernels.kda.prepare import Workspace
+from flash_qla_tl.kernels.kda.prepare import NUM_FACTORS, Workspace
 
 K = V = 128
 # A chunk's time on an H200 by VR, where memory is not the limit.
@@ -109,9 +110,8 @@ def build(config: Config):
         kd: T.Tensor((slots, HV, CHUNK, K), dtype),
         qd: T.Tensor((slots, HV, CHUNK, K), dtype),
         kr: T.Tensor((slots, HV, CHUNK, K), dtype),
-        t: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
-        pt: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
-        decay: T.Tensor((slots, HV, K), accum),
+        tp: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
+        factors: T.Tensor((slots, HV, NUM_FACTORS), accum),
         v: T.StridedTensor((B, num_tokens, HV, V), (*strides["v"], 1), dtype),
         o: T.StridedTensor((B, num_tokens, HV, V), (*strides["o"], 1), dtype),
         o_address: T.int64, num_seqs: T.int32, cu_address: T.int64, cu_stride: T.int32, chunk_offsets_address: T.int64,
@@ -127,7 +127,8 @@ def build(config: Config):
             t_s = T.alloc_shared((AS, CHUNK, CHUNK), dtype)
             qd_s = T.alloc_shared((BS, CHUNK, K), dtype)
             kr_s = T.alloc_shared((BS, CHUNK, K), dtype)
-            p_s = T.alloc_shared((BS, CHUNK, CHUNK), dtype)
+            p_s = T.alloc_shared((2, CHUNK, CHUNK), dtype)
+            beta_s = T.alloc_shared((AS, CHUNK), accum)
             decay_s = T.alloc_shared((BS, K), accum)
             o_s = T.alloc_shared((VR, CHUNK), dtype)
             S = T.alloc_fragment((VR, K), accum)
@@ -141,6 +142,7 @@ def build(config: Config):
             b_loaded = T.alloc_barrier([1] * BS)
             a_free = T.alloc_barrier([4 * NW] * AS)
             b_free = T.alloc_barrier([4 * NW] * BS)
+            tp_ready = T.alloc_barrier([1] * AS)
             rows = T.alloc_barrier([1])
             o_full = T.alloc_barrier([4] * NW)
             o_free = T.alloc_barrier([1] * NW)
@@ -154,9 +156,14 @@ def build(config: Config):
             a_phase = T.alloc_var("int32", init=0)
             b = T.alloc_var("int32", init=0)
             b_phase = T.alloc_var("int32", init=0)
+            # Variables, since an expression would be divided out anew at every use.
+            i_n = T.alloc_var("int32")
+            i_hv = T.alloc_var("int32")
+            v0 = T.alloc_var("int32")
             i_n = T.truncdiv(i_x, HV * NS)
-            i_hv = (i_x - i_n * HV * NS) // NS
-            v0 = (i_x - i_n * HV * NS) % NS * VR
+            v0 = i_x - i_n * (HV * NS)
+            i_hv = T.truncdiv(v0, NS)
+            v0 = (v0 - i_hv * NS) * VR
             i_b = T.if_then_else(cu_address != 0, 0, i_n)
             # The contents of cu_seqlens are the caller's: whatever they are, no row outside [0, num_tokens) is touched.
             bos = T.alloc_var("int32", init=0)
@@ -224,6 +231,7 @@ def build(config: Config):
                         store_out(packed_out, o_s, o_full, wg, lane)
                     T.wait_wgmma(1)
                     device("qla_subtract", acc.data, w.data)
+                    T.barrier_wait(tp_ready[a], a_phase)
                     product(w, t_s[a, :, :], acc)
                     T.wait_wgmma(0)
                     if lane == 0:
@@ -231,7 +239,7 @@ def build(config: Config):
                     T.copy(acc, vn)
                     for r, c in T.Parallel(VR, K):
                         S[r, c] *= decay_s[b, c]
-                    add_product(vn, p_s[b, :, :], out)
+                    add_product(vn, p_s[i % 2, :, :], out)
                     add_product(vn, kr_s[b, :, :], S)
                     T.wait_wgmma(1)
                     device("qla_pack_tile", out.data, T.access_ptr(packed_out, "w"))
@@ -269,14 +277,14 @@ def build(config: Config):
                                 v_s[a * VR + p * 64 : a * VR + p * 64 + 64, :],
                                 barrier=a_loaded[a],
                             )
-                        T.tma_copy(t[slot, i_hv, 0:CHUNK, 0:CHUNK], t_s[a, :, :], barrier=a_loaded[a])
+                        T.tma_copy(tp[slot, i_hv, 0:CHUNK, 0:CHUNK], t_s[a, :, :], barrier=a_loaded[a])
+                        T.tma_copy(factors[slot, i_hv, K:NUM_FACTORS], beta_s[a, :], barrier=a_loaded[a])
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(a_loaded[a])
                         T.barrier_wait(b_free[b], b_phase ^ 1)
                         T.tma_copy(qd[slot, i_hv, 0:CHUNK, 0:K], qd_s[b, :, :], barrier=b_loaded[b])
-                        T.tma_copy(decay[slot, i_hv, 0:K], decay_s[b, :], barrier=b_loaded[b])
-                        T.tma_copy(pt[slot, i_hv, 0:CHUNK, 0:CHUNK], p_s[b, :, :], barrier=b_loaded[b])
+                        T.tma_copy(factors[slot, i_hv, 0:K], decay_s[b, :], barrier=b_loaded[b])
                         T.tma_copy(kr[slot, i_hv, 0:CHUNK, 0:K], kr_s[b, :, :], barrier=b_loaded[b])
                         T.sync_warp()
                         if lane == 0:
@@ -318,6 +326,31 @@ def build(config: Config):
                             T.sync_warp()
                             if lane == 0:
                                 T.barrier_arrive(o_free[p])
+                elif tx < PRODUCER + 96:
+                    # P^T's part below its diagonal is written once.
+                    for i in T.serial(2 * CHUNK * CHUNK // 256):
+                        for j in T.vectorized(8):
+                            p_s[i // (CHUNK // 4), i % (CHUNK // 4) * 4 + lane // 8, lane % 8 * 8 + j] = T.cast(
+                                0.0, dtype
+                            )
+                    T.sync_warp()
+                    for i in T.serial(num_chunks):
+                        T.barrier_wait(a_loaded[a], a_phase)
+                        if i > 1:
+                            # P of the chunk before the last has been used.
+                            T.barrier_wait(b_free[b], b_phase)
+                            advance(b, b_phase, BS)
+                        device(
+                            "qla_split_tile",
+                            T.address_of(t_s[a, 0, 0]),
+                            T.address_of(p_s[i % 2, 0, 0]),
+                            T.address_of(beta_s[a, 0]),
+                        )
+                        T.fence_proxy_async()
+                        T.sync_warp()
+                        if lane == 0:
+                            T.barrier_arrive(tp_ready[a])
+                        advance(a, a_phase, AS)
 
     return kda_state_loop_kernel
 
