@@ -228,7 +228,7 @@ class Triton:
 
     def extend(self, *args, **kwargs):
         self.called = kwargs
-        return "SGLang", None, torch.ones(1, 9, 2, 128, 128)
+        return "SGLang", None, torch.ones(1, 9, 2, 128, 128, device=kwargs["ssm_states"].device)
 
 
 class Dispatcher:

@@ -17,6 +17,8 @@ def rows(*shape):
     ("x", "kept"),
     [
         (rows(2, 6, 3, 64), True),
+        (rows(64), True),
+        (rows(65)[1:], False),
         (rows(1, 6, 8 * 64).unflatten(-1, (8, 64))[:, :, 2:5], True),  # heads of one fused buffer
         (rows(2, 3, 6, 64).transpose(1, 2), True),
         (rows(2, 6, 3, 64).expand(2, 6, 3, 64), True),

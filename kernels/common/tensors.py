@@ -19,7 +19,7 @@ def tma_ready(x: torch.Tensor) -> torch.Tensor:
     unit = 16 // x.element_size()
     *strides, last = x.stride()
     if last == 1 and x.data_ptr() % 16 == 0:
-        if min(strides) > 0 and math.gcd(*strides) % unit == 0:
+        if min(strides, default=unit) > 0 and math.gcd(*strides) % unit == 0:
             return x
         # A dimension of one element has no step to take: any will do.
         strides = [unit if n == 1 else s for n, s in zip(x.shape[:-1], strides, strict=True)]
