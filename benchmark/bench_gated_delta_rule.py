@@ -244,7 +244,7 @@ def main() -> int:
         ms, errors, mib = measure(shape, mode, device, implementations)
         rows.append(report.make_row(shape, mode, ms, errors, options.commit, mib))
         print(shape, rows[-1]["ms"], rows[-1]["error"], flush=True)
-    return report.finish(rows, options.out, options.plot)
+    return report.finish(rows, options.out, options.plot, options.set == "published")
 
 
 if __name__ == "__main__":

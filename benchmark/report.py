@@ -185,20 +185,17 @@ def append(path: Path, rows: list[dict]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def results_file(gpu: str) -> Path:
-    """Where the rows of a GPU are recorded: h200.jsonl for "NVIDIA H200"."""
-    return RESULTS / f"{gpu.lower().removeprefix('nvidia ').replace(' ', '_')}.jsonl"
+def results_file(gpu: str, published: bool = False) -> Path:
+    """Where the rows of a GPU are recorded: h200.jsonl for "NVIDIA H200"; those of the set "published": h200_published.jsonl."""
+    name = gpu.lower().removeprefix("nvidia ").replace(" ", "_")
+    return RESULTS / f"{name}{'_published' if published else ''}.jsonl"
 
 
-def with_recorded_peers(rows: list[dict]) -> list[dict]:
-    """The rows with what other packages took on this GPU in earlier measurements of our own."""
-    recorded = {}
-    for gpu in {row["gpu"] for row in rows}:
-        path = results_file(gpu).with_suffix(".json")
-        path = path.with_name(f"peers_{path.name}")
-        if path.exists():
-            recorded |= {(gpu, key(x)): x["ms"] for x in json.loads(path.read_text())["rows"]}
-    return [{**row, "recorded_ms": recorded.get((row["gpu"], key(row)), {})} for row in rows]
+def with_recorded_peers(rows: list[dict], results: Path) -> list[dict]:
+    """The rows with what other packages took, as recorded beside a results file in peers_*.json."""
+    path = results.with_name(f"peers_{results.stem}.json")
+    recorded = {key(x): x["ms"] for x in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    return [{**row, "recorded_ms": recorded.get(key(row), {})} for row in rows]
 
 
 def regressions(rows: list[dict], recorded: list[dict]) -> list[str]:
@@ -212,12 +209,13 @@ def regressions(rows: list[dict], recorded: list[dict]) -> list[str]:
     return found
 
 
-def finish(rows: list[dict], out: Path | None, plotted: Path | None) -> int:
+def finish(rows: list[dict], out: Path | None, plotted: Path | None, published: bool = False) -> int:
     """What a benchmark does with its rows at the end; -> its exit code."""
-    regressed = regressions(rows, read(results_file(rows[0]["gpu"])))
+    recorded = results_file(rows[0]["gpu"], published)
+    regressed = regressions(rows, read(recorded))
     if out:
         append(out, rows)
-    rows = with_recorded_peers(rows)
+    rows = with_recorded_peers(rows, recorded)
     print(f"\n{table(rows)}")
     if plotted:
         plot(rows, plotted)
@@ -301,7 +299,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="a PNG to write")
     args = parser.parse_args()
     rows = [row for row in read(args.results) if row["mode"] == args.mode]
-    rows = with_recorded_peers(rows)
+    rows = with_recorded_peers(rows, args.results)
     if not rows:
         parser.error(f"{args.results} has no row of mode {args.mode}")
     print(table(rows))

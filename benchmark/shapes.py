@@ -101,7 +101,15 @@ _SERVED = (
     " 14215 15280 15701 16384",
     "0 2048 4096 6144 8192 10240 12288 14336 16384",
 )
-SETS = ("prefill", "training", "develop", "varlen", "short", "profile", "product", "smoke")
+# What FlashQLA publishes times of, with every one of these head counts.
+_PUBLISHED = (
+    (32768,), (16384,), (8192,), (4096,), (2048,),
+    (28672, 4096), (24576, 8192), (16384, 16384), (8192, 24576), (4096, 28672),
+    (12288, 4096), (6144, 2048), (4096, 4096), (2048, 6144), (1024, 7168),
+    (8192,) * 4, (4096,) * 8, (2048,) * 4, (1024,) * 8,
+)  # fmt: skip
+_PUBLISHED_HEADS = ((2, 8), (4, 16), (8, 32), (16, 64), (16, 32), (8, 24), (16, 48), (16, 16), (32, 32))
+SETS = ("prefill", "training", "develop", "varlen", "short", "profile", "product", "published", "smoke")
 
 
 def random_lengths(total: int, n: int) -> tuple[int, ...]:
@@ -119,6 +127,7 @@ def shapes(name: str, num_heads: int = 32) -> list[Shape]:
     - "short": many sequences of half a chunk and of one, with a token more or less.
     - "profile": one sequence, from short to long.
     - "product": the packings of a server.
+    - "published": those that FlashQLA publishes times of.
     - "smoke": tiny.
     """
     H, HV = max(1, num_heads // 2), num_heads
@@ -141,4 +150,6 @@ def shapes(name: str, num_heads: int = 32) -> list[Shape]:
     if name == "product":
         served = [[int(x) for x in boundaries.split()] for boundaries in _SERVED]
         return [Shape(tuple(b - a for a, b in pairwise(cu)), H, HV) for cu in served]
+    if name == "published":
+        return [Shape(seqlens, *heads) for heads in _PUBLISHED_HEADS for seqlens in _PUBLISHED]
     raise ValueError(f"set must be one of {', '.join(SETS)}, got {name!r}")

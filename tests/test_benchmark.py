@@ -107,15 +107,21 @@ def test_regressions_are_of_the_same_gpu_mode_and_shape():
 def test_recorded_peers_cover_the_recorded_workloads():
     rows = [row(shape, "fwd", ours=1.0) for shape in PREFILL]
     rows += [row(shape, "bwd", ours=1.0) for shape in TRAINING]
-    for found in report.with_recorded_peers(rows):
+    results = report.results_file("NVIDIA H200")
+    for found in report.with_recorded_peers(rows, results):
         assert "flash_qla_0_1_3" in found["recorded_ms"]
-    for found in report.with_recorded_peers([row(shape, "kda_fwd", ours=1.0) for shape in KDA]):
+    for found in report.with_recorded_peers([row(shape, "kda_fwd", ours=1.0) for shape in KDA], results):
         assert found["recorded_ms"]
-    assert report.with_recorded_peers([row(gpu="cpu", ours=1.0)])[0]["recorded_ms"] == {}
+    published = report.results_file("NVIDIA H200", published=True)
+    for found in report.with_recorded_peers([row(shape, ours=1.0) for shape in shapes("published")], published):
+        assert len(found["recorded_ms"]) == 3
+    assert report.with_recorded_peers([row(ours=1.0)], report.results_file("cpu"))[0]["recorded_ms"] == {}
 
 
 def test_table():
-    rows = report.with_recorded_peers([row(ours=0.5, fla=2.0), row(Shape((64,), 1, 1), fla=0.1)])
+    rows = report.with_recorded_peers(
+        [row(ours=0.5, fla=2.0), row(Shape((64,), 1, 1), fla=0.1)], report.results_file("NVIDIA H200")
+    )
     lines = report.table(rows).splitlines()
     header, first, second = (line.split() for line in lines[:3])
     assert header[:6] == ["ms", "floor", "ours", "x", "floor", "fla"]
@@ -146,7 +152,7 @@ def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plots" / "fwd.png"
     rows = [row(ours=0.5, fla=2.0), row(PREFILL[5], ours=0.05)]
-    report.plot(report.with_recorded_peers(rows), path)
+    report.plot(report.with_recorded_peers(rows, report.results_file("NVIDIA H200")), path)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
