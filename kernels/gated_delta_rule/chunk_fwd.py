@@ -19,6 +19,8 @@ two CTAs) where they do not.
     SPLIT (1)        T and P^T from the tile that holds both       loaded tp_loaded                 tp_ready
     STORE (1)        O, the sequence's rows of it                  o_full                           o_free
 
+It is launched while the kernel before it ends: LOAD waits for that, and STATE where segments have states made by it.
+
 Rows past a sequence's end are made inert: K and V zero here, decay 1 and beta 0 in T; garbage rows of Q reach only rows of O
 that are not stored. Everything that varies per call (heads, lengths, strides, types and layouts of the states, scale, which
 states there are) is a run-time value.
@@ -271,6 +273,7 @@ def build(config: Config):
                 T.clear(S)
                 slot = T.alloc_var("int32")
                 if starts_address != 0:
+                    T.pdl_sync()
                     if length > 0 or i_s == 0:
                         first = (T.cast(i_g, "int64") * HV + i_hv) * (V * K)
                         load_state(S, starts_address, first, 0, 1, v0, K, V)
@@ -352,6 +355,7 @@ def build(config: Config):
             else:
                 T.set_max_nreg(config.registers[0], 0)
                 if tx < PRODUCER + 32:
+                    T.pdl_sync()
                     for i in T.serial(num_chunks):
                         t = bos + i * CHUNK
                         T.barrier_wait(free[s], phase ^ 1)
@@ -490,19 +494,20 @@ def chunk_fwd(
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     # The gate-free A of a chunk with the L2 norm folded in is R^-1 A R: what is handed out needs plain k.
     assert not (output_A and use_qk_l2norm)
-    q, k, v = (tma_ready(x) for x in (q, k, v))
+    q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     g, beta = readable(g), readable(beta)
     if A_log is not None:
         A_log = A_log.float().contiguous()
         dt_bias = torch.zeros_like(A_log) if dt_bias is None else dt_bias.float().contiguous()
     h0 = None if h0 is None else state_rows(h0)
-    empty = functools.partial(torch.empty, device=q.device)
     state_shape = (HV, V, K) if state_v_first else (HV, K, V)
+    # new_empty and empty_like cost half of torch.empty.
+    fp32 = functools.partial(q.new_empty, dtype=torch.float32)
     if o is None:
-        o = empty(v.shape, dtype=v.dtype)
-    ht = h0 if inplace_final_state else empty((N, *state_shape), dtype=torch.float32) if output_final_state else None
-    A = empty((B, num_tokens, HV, CHUNK), dtype=k.dtype) if output_A else None
-    g_cumsum = empty((B, num_tokens, HV), dtype=torch.float32) if output_A else None
+        o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    ht = h0 if inplace_final_state else fp32((N, *state_shape)) if output_final_state else None
+    A = q.new_empty((B, num_tokens, HV, CHUNK)) if output_A else None
+    g_cumsum = fp32((B, num_tokens, HV)) if output_A else None
     h, chunk_offsets, h_slots = None, None, 0
     slots_per_row = -(-num_tokens // CHUNK)
     slots = B * slots_per_row if cu_seqlens is None else num_tokens // CHUNK + N

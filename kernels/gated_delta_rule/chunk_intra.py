@@ -10,7 +10,7 @@ beta). The factors a state needs (common/gates.py) go to one of fp32; chunk_fwd.
 written on request. Done here, once a head, and not in front of every use: the L2 norm of q and k, the activations of g
 and beta, and their conversion to fp32.
 
-Grid (slots [+ 1] * HV / heads): a CTA of one warpgroup takes `heads` value heads of one key head in one chunk. Chunk i of
+Grid (at least slots [+ 1] * HV / heads): a CTA of one warpgroup takes `heads` value heads of one key head in one chunk. Chunk i of
 sequence n has slot n slots_per_row + i, or, packed, bos // 64 + n + i: at most T // 64 + N, no two alike. Packed input has one
 slot more: those behind the last sequence's zero the rows of the outputs that no sequence has.
 
@@ -135,11 +135,11 @@ def build(K: int, dtype: str):
         A_log_address: T.int64, dt_bias_address: T.int64,
         beta_address: T.int64, beta_type: T.int32, beta_stride_b: T.int64, beta_stride_t: T.int64, beta_stride_h: T.int64,
         beta_range: T.float32, norms: T.int32, scale: T.float32,
-        num_seqs: T.int32, search_steps: T.int32, group: T.int32, heads: T.int32, split: T.int32, parts: T.int32,
+        num_seqs: T.int32, search_steps: T.int32, group: T.int32, heads: T.int32, split: T.int32, parts: T.int32, depth: T.int32,
         cu_address: T.int64, cu_stride: T.int32, slots_per_row: T.int32,
         A_address: T.int64, g_cumsum_address: T.int64, o_address: T.int64, o_width: T.int32,
     ):  # fmt: skip
-        with T.Kernel(parts * (slots + T.if_then_else(cu_address != 0, 1, 0)), threads=THREADS) as i_x:
+        with T.Kernel(parts * depth * num_seqs, threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
             stage = T.alloc_shared((2, CHUNK, K), dtype)
             raw = T.alloc_shared((RAW,), accum)
@@ -167,6 +167,11 @@ def build(K: int, dtype: str):
             slot = T.truncdiv(i_x, parts)
             hv0 = (i_x - slot * parts) * heads
             i_h = T.truncdiv(hv0, group)
+            # From the last chunks of the sequences to the first: what the walk begins with is then what was written last, and is still in
+            # the L2 cache.
+            row = T.alloc_var("int32")
+            row = T.truncdiv(slot, num_seqs)
+            slot = (slot - row * num_seqs) * depth + depth - 1 - row
             i_b = T.alloc_var("int32", init=0)
             t0 = T.alloc_var("int32", init=0)
             valid = T.alloc_var("int32", init=0)
@@ -233,6 +238,8 @@ def build(K: int, dtype: str):
                 T.sync_threads()
                 device("qla_store_products", kk.data, qk.data, T.address_of(norm_s[0, 0]), T.address_of(raw[0]))
                 T.sync_threads()
+                # The kernel behind this one may come as soon as there is room; it waits for what it reads.
+                T.pdl_trigger()
                 device("qla_clear_quarters", T.address_of(own[warp, TABLE]), lane)
                 for j in T.unroll(2):
                     norm_k[j] = norm_s[0, 2 * lane + j]
@@ -311,16 +318,17 @@ def chunk_intra(
     B, num_tokens, H, K = q.shape
     HV = beta.shape[2]
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
-    empty = functools.partial(torch.empty, device=q.device)
-    TPs = empty((slots, HV, CHUNK, CHUNK), dtype=q.dtype)
-    factors = empty((slots, HV, NUM_FACTORS), dtype=torch.float32)
+    TPs = q.new_empty((slots, HV, CHUNK, CHUNK))
+    factors = q.new_empty((slots, HV, NUM_FACTORS), dtype=torch.float32)
     heads = heads_per_cta(HV // H, slots * HV, num_sms(q.device.index))
+    # A sequence's share of the slots, were they all as long; the one behind the last has rows of no sequence.
+    depth = -(-(slots + (cu_seqlens is not None)) // N)
     _kernel(K, dtype_name(q))(
         q, k, TPs, factors,
         address(g), 0 if g is None else FLOAT_TYPE[g.dtype], *((0, 0, 0) if g is None else g.stride()),
         address(A_log), address(dt_bias),
         address(beta), FLOAT_TYPE[beta.dtype], *beta.stride(), beta_range, int(use_qk_l2norm), scale,
-        N, N.bit_length(), HV // H, heads, {1: 4, 2: 2}.get(heads, 1), HV // heads,
+        N, N.bit_length(), HV // H, heads, {1: 4, 2: 2}.get(heads, 1), HV // heads, depth,
         address(cu_seqlens), cu_stride(cu_seqlens), -(-num_tokens // CHUNK),
         address(A), address(g_cumsum), address(o), o.shape[3] // 2,
     )  # fmt: skip

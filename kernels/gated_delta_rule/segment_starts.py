@@ -43,6 +43,7 @@ def build(K: int, dtype: str):
         segment_chunks: T.int32, segments_per_row: T.int32,
     ):  # fmt: skip
         with T.Kernel(num_seqs * HV * (V // 64), threads=THREADS) as i_x:
+            T.pdl_trigger()
             # Of two segments: the two halves of M^T, and N^T by 32 columns.
             m_s = T.alloc_shared((2 * STAGES, K, K), dtype)
             n_s = T.alloc_shared((STAGES * K // 32 * 64, 32), accum)
@@ -76,6 +77,7 @@ def build(K: int, dtype: str):
             asked = T.alloc_var("int32", init=0)
             stage = T.alloc_var("int32", init=0)
             phase = T.alloc_var("int32", init=0)
+            T.pdl_sync()
             for j in T.serial(1, count):
                 # The next segment's M and N come while this one's are used: the stage's last user is the segment before.
                 if j + 1 < count:

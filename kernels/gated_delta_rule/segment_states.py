@@ -76,6 +76,7 @@ def build(K: int, dtype: str):
     ):  # fmt: skip
         with T.Kernel(segments * HV * ((V + K) // 64), threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
+            T.pdl_trigger()
             k_s = T.alloc_shared((STAGES, CHUNK, K), dtype)
             v_s = T.alloc_shared((STAGES * CHUNK, 64), dtype)
             t_s = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
@@ -139,6 +140,8 @@ def build(K: int, dtype: str):
             wanted = T.alloc_var("int32", init=0)
             slot = T.if_then_else(cu_address != 0, bos // CHUNK + i_n, i_n * slots_per_row) + i_s * segment_chunks
             bos += i_s * (segment_chunks * CHUNK)
+            # For chunk_intra's bounds, tiles and factors.
+            T.pdl_sync()
             if i_s == 0:
                 if not transfer:
                     begins = 1
