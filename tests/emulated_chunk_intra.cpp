@@ -1,9 +1,9 @@
 // One CTA's work of chunk_intra.cuh behind the products, and the walk's taking apart of the tile; test_device_code.py puts
-// emulated_ptx.h and the kernels' sources in front.
+// emulated_ptx.h, the kernels' sources and the size of a gate table in front.
 
 struct Arguments {
   const float *kk, *qk;  // [64, 64]: keys x keys, queries x keys
-  const float *norm, *table, *diagonal;
+  const float *norm, *table, *diagonal;  // [2, 64]: r_k, scale r_q; [TABLE]; [64]
   char *tile, *A;  // [64, 64] of 16 bits
   char *T, *P;     // what the tile is taken apart to
   float* reach;
@@ -21,11 +21,13 @@ static void copy_tile(char* to, const char* from, bool swizzle_to, bool swizzle_
 static void cta() {
   const Arguments& a = arguments;
   int w = threadIdx.x / 32, l = threadIdx.x % 32, g = l / 4, t = l % 4 * 2;
-  float *raw = (float*)shared, *own = (float*)(shared + (32 << 10)) + w * (QLA_TABLE + 1024);
-  float *norm = (float*)(shared + (64 << 10)), *diagonal = norm + 64;
+  int part = w % a.split, first = w - part;
+  float *raw = (float*)shared, *head = (float*)(shared + (48 << 10)) + first * 512;
+  float *norm = (float*)(shared + (64 << 10)), *diagonal = norm + 128;
   char *tile = shared + (96 << 10), *p = shared + (128 << 10);
-  if (threadIdx.x < 64) norm[threadIdx.x] = a.norm[threadIdx.x], diagonal[threadIdx.x] = a.diagonal[threadIdx.x];
-  for (int i = l; i < QLA_TABLE; i += 32) own[i] = a.table[i];
+  norm[threadIdx.x] = a.norm[threadIdx.x];
+  if (threadIdx.x < 64) diagonal[threadIdx.x] = a.diagonal[threadIdx.x];
+  for (int i = l; i < TABLE && part == 0; i += 32) head[i] = a.table[i];
   float kk[32], qk[32];
   for (int i = 0; i < 32; i++) {
     int at = (16 * w + g + i / 2 % 2 * 8) * 64 + i / 8 * 16 + i / 4 % 2 * 8 + t + i % 2;
@@ -33,11 +35,12 @@ static void cta() {
   }
   __syncthreads();
   qla_store_products(kk, qk, norm, raw);
-  qla_clear_quarters(own + QLA_TABLE, l);
+  qla_clear_quarters(raw + 64 * QLA_RAW + w * 1024, l);
   __syncthreads();
-  float reach = qla_reach(own, raw, l);
+  float reach = qla_reach(head, raw, l);
   if (threadIdx.x == 0) *a.reach = reach;
-  if (w < a.split) qla_chunk_head(own, raw, w, a.split, a.tile, (long long)a.A, 128, a.valid);
+  // As if the CTA had the same head as often as it has room for one.
+  qla_chunk_head(head, norm, raw, part, a.split, a.tile, (long long)a.A, 128, a.valid);
   __syncthreads();
   for (int i = threadIdx.x; i < 8192; i += THREADS) p[i] = 0;
   copy_tile(tile, a.tile, true, false);

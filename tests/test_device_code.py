@@ -33,6 +33,7 @@ def emulation(request, tmp_path_factory):
     ptx = (Path(chunk_intra.__file__).parents[1] / "common" / "ptx.cuh").read_text()
     defines, _, code = source.partition(ptx)
     assert code and "asm" not in code, "PTX outside of ptx.cuh"
+    defines += f"#define TABLE {TABLE}\n"
     parts = [defines, (HERE / "emulated_ptx.h").read_text(), code, (HERE / "emulated_chunk_intra.cpp").read_text()]
     text = "\n".join(part.replace("#pragma once", "").replace("#pragma unroll", "// unroll") for part in parts)
     (folder / "code.cpp").write_text(text)
@@ -42,7 +43,7 @@ def emulation(request, tmp_path_factory):
     return ctypes.CDLL(str(library)).run, DTYPES[request.param]
 
 
-def gate_table(g, beta, norm_k, scale_q):
+def gate_table(g, beta):
     """As gates.write_gates fills it."""
     G = g.double().cumsum(0).float() * LOG2E
     table = torch.zeros(TABLE)
@@ -50,8 +51,7 @@ def gate_table(g, beta, norm_k, scale_q):
     for b in (1, 2, 3):
         before[16 * b : 16 * b + 16] = end = G[16 * b - 1]
         table[ROWS[f"COL{b}"] :][: 16 * b] = torch.exp2(end - G[: 16 * b])
-    rows = {"G": G, "NORM": norm_k, "BETA": beta, "ROW": torch.exp2(G - before), "SCALE": scale_q}
-    for name, x in rows.items():
+    for name, x in {"G": G, "BETA": beta, "ROW": torch.exp2(G - before)}.items():
         table[ROWS[name] :][:64] = x
     return table
 
@@ -82,8 +82,8 @@ def test_chunk_intra(emulation, regime, keys, norms, split):
     tensors = {
         "kk": (k @ k.T).float(),
         "qk": (q @ k.T).float(),
-        "norm": norm_k,
-        "table": gate_table(g, beta, norm_k, 0.3 * norm_q),
+        "norm": torch.stack((norm_k, 0.3 * norm_q)),
+        "table": gate_table(g, beta),
         "diagonal": beta * norm_k,
         "reach": torch.zeros(1),
     }
@@ -112,9 +112,17 @@ def test_a_key_that_is_not_a_number_has_no_reach(emulation):
     kk = torch.eye(64)
     kk[5] = kk[:, 5] = torch.nan
     ones, tile = torch.ones(64), torch.zeros(64, 64, dtype=dtype)
-    table, reach = gate_table(-ones, ones, ones, ones), torch.zeros(1)
+    table, reach = gate_table(-ones, ones), torch.zeros(1)
     given = dict(
-        kk=kk, qk=kk, norm=ones, table=table, diagonal=ones, tile=tile, T=tile.clone(), P=tile.clone(), reach=reach
+        kk=kk,
+        qk=kk,
+        norm=ones.repeat(2),
+        table=table,
+        diagonal=ones,
+        tile=tile,
+        T=tile.clone(),
+        P=tile.clone(),
+        reach=reach,
     )
     run(ctypes.byref(Arguments(**{x: y.data_ptr() for x, y in given.items()}, split=1, valid=64)))
     assert reach.isnan()

@@ -5,10 +5,8 @@ norms of the rows of k and q (1 where no L2 norm is asked for), per token of the
 
     G          the sum itself
     BETA       beta                rows of L = beta K K^T, columns of T
-    NORM       r_k                 rows of T
     ROW        2^(G - e(b - 1))    rows of block row b, and
     COL1..3    2^(e(b - 1) - G)    columns before block row b: decay below the diagonal blocks, each factor at most 1
-    SCALE      scale r_q           columns of P^T
 
 and, for the walk over the chunks, in global memory:
 
@@ -29,15 +27,13 @@ import tilelang.language as T
 
 ROWS = {
     "G": 0,
-    "NORM": 64,
-    "BETA": 128,
-    "ROW": 192,
-    "COL1": 256,  # 16 tokens
-    "COL2": 272,  # 32 tokens
-    "COL3": 304,  # 48 tokens
-    "SCALE": 352,
+    "BETA": 64,
+    "ROW": 128,
+    "COL1": 192,  # 16 tokens
+    "COL2": 208,  # 32 tokens
+    "COL3": 240,  # 48 tokens
 }
-TABLE = 416
+TABLE = 288
 FACTORS = {"NGAMMA": 0, "QGAMMA": 64, "DECAY": 128, "BETA": 192, "LAST": 256, "REACH": 257}
 # Rows of whole 16 bytes, for TMA.
 NUM_FACTORS = 260
@@ -47,14 +43,9 @@ LN2 = 0.6931471805599453
 
 
 def device_source(dtype: str) -> str:
-    """ptx.cuh and chunk_tile.cuh for operands of one 16-bit type, with the rows of the table."""
-    defines = {
-        "QLA_BF16": int(dtype == "bfloat16"),
-        "QLA_TABLE": TABLE,
-        **{f"QLA_{name}": at for name, at in ROWS.items()},
-    }
-    header = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return header + "".join((Path(__file__).parent / name).read_text() for name in ("ptx.cuh", "chunk_tile.cuh"))
+    """ptx.cuh and chunk_tile.cuh for operands of one 16-bit type."""
+    files = (Path(__file__).parent / name for name in ("ptx.cuh", "chunk_tile.cuh"))
+    return f"#define QLA_BF16 {int(dtype == 'bfloat16')}\n" + "".join(file.read_text() for file in files)
 
 
 @T.macro
@@ -67,8 +58,8 @@ def warp_cumsum(x, lane):
 
 
 @T.macro
-def write_gates(table, s, g, beta, norm_k, scale_q, lane):
-    """One warp writes table[s] from g (log decay), beta, norm_k, scale_q = scale norm_q of tokens 2 lane and 2 lane + 1."""
+def write_gates(table, s, g, beta, lane):
+    """One warp writes table[s] from g (log decay) and beta of tokens 2 lane and 2 lane + 1."""
     total = T.alloc_local((1,), "float32")
     G = T.alloc_local((2,), "float32")
     before = T.alloc_local((1,), "float32")
@@ -90,18 +81,14 @@ def write_gates(table, s, g, beta, norm_k, scale_q, lane):
     for i in T.vectorized(2):
         table[s, ROWS["G"] + 2 * lane + i] = G[i]
     for i in T.vectorized(2):
-        table[s, ROWS["NORM"] + 2 * lane + i] = norm_k[i]
-    for i in T.vectorized(2):
         table[s, ROWS["BETA"] + 2 * lane + i] = beta[i]
     for i in T.vectorized(2):
         table[s, ROWS["ROW"] + 2 * lane + i] = T.exp2(G[i] - before[0])
-    for i in T.vectorized(2):
-        table[s, ROWS["SCALE"] + 2 * lane + i] = scale_q[i]
 
 
 @T.macro
 def write_factors(table, s, factors, slot, i_hv, norm_k, scale_q, reach, lane):
-    """The same warp writes factors[slot, i_hv] from table[s]."""
+    """A warp writes factors[slot, i_hv] from table[s], norm_k and scale_q = scale norm_q of tokens 2 lane and 2 lane + 1."""
     G = T.alloc_local((2,), "float32")
     last = table[s, ROWS["G"] + 63]
     for i in T.vectorized(2):

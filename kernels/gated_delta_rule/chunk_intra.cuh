@@ -10,15 +10,17 @@
 //     A_ij = -(A_ii L_ij + A_i,i-1 L_i-1,j + ... + A_i,j+1 L_j+1,j) D_j
 //
 // as fp16 mma.sync with fp32 accumulation. What is made is always a left operand, whose registers are an accumulator's; right
-// operands are L, straight from the products in shared memory, and D. So a block row needs nothing of another, and a warp nothing of
-// another warp. D is made by forward substitution in fp32: it keeps keys that repeat exact, where a power series cancels.
+// operands are L, straight from the products in shared memory, and D. So a block row needs nothing of another, and of another warp
+// only D, where warps share a head. D is made by forward substitution in fp32: it keeps keys that repeat exact, where a power series cancels.
 //
-// Shared by the warps of a CTA, in place of K and Q once their products are done, fp32:
-//     raw   [64, QLA_RAW]  q_i . k_j on and below the diagonal; above it k_i . k_j; behind the columns k_i . k_i (keys of length 1
-//                          where the L2 norm is asked for)
-// Each warp's own, one behind the other:
-//     tab   the gate table of its head (kernels/common/gates.py)
+// Shared by the warps of a CTA, fp32:
+//     norm  [2, 64]        r_k and scale r_q
+//     raw   [64, QLA_RAW]  in place of K and Q once their products are done: q_i . k_j on and below the diagonal; above it k_i . k_j;
+//                          behind the columns k_i . k_i (keys of length 1 where the L2 norm is asked for)
+// By the warps of a head:
+//     tab   its gate table (kernels/common/gates.py)
 //     dt    D^T of the four blocks in fp16, each as its four 8x8 quarters of 128 bytes, row by row
+// Each warp's own, behind room for a dt:
 //     rows  16 rows of the tile on their way to memory, swizzled
 #pragma once
 
@@ -81,56 +83,57 @@ QLA_DEVICE float qla_reach(const float* tab, const float* raw, int l) {
 
 // The 8x8 quarters of D^T below its diagonal, which nothing writes.
 QLA_DEVICE void qla_clear_quarters(const float* dt_, int l) {
-  unsigned dt = qla_smem(dt_);
+  const unsigned dt = qla_smem(dt_);
   qla_store4(dt + (l >> 3) * 512 + 256 + (l & 7) * 16, 0, 0, 0, 0);
 }
 
-// D^T of the four diagonal blocks. D = {{D1, 0}, {-D2 L21 D1, D2}}, D1 and D2 by forward substitution: a lane takes column l % 8 of
-// the two inverses of block l / 8.
-QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* raw, unsigned dt, int l) {
-  int b = l >> 3, c = l & 7, g = l >> 2, t = (l & 3) * 2;
-  const float* own = raw + b * 16 * (QLA_RAW + 1);
-  float s[2][8];
+// D^T of the diagonal blocks of PAIRS pairs from `first` on. D = {{D1, 0}, {-D2 L21 D1, D2}}, D1 and D2 by forward substitution: a lane
+// takes column l % 8 of one of the four of a pair.
+template <int PAIRS>
+QLA_DEVICE void qla_diagonal_inverses(const float* tab, const float* raw, unsigned dt, int first, int l) {
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    float u[8] = {0, 0, 0, 0, 0, 0, 0, 0}, beta[8];
+  for (int p = 0; p < PAIRS; p++) {
+    int b = 2 * (first + p) + (l >> 4), h = (l >> 3) & 1, c = l & 7;
+    const float *own = raw + (b * 16 + 8 * h) * (QLA_RAW + 1);
+    float s[8], u[8] = {0, 0, 0, 0, 0, 0, 0, 0}, beta[8];
     *(float4*)beta = *(const float4*)(tab + QLA_BETA + 16 * b + 8 * h);
     *(float4*)(beta + 4) = *(const float4*)(tab + QLA_BETA + 16 * b + 8 * h + 4);
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      s[h][k] = fmaf(-beta[k], u[k], k == c ? 1.f : 0.f);
+      s[k] = fmaf(-beta[k], u[k], k == c ? 1.f : 0.f);
 #pragma unroll
       for (int q = (k + 1) / 4; q < 2; q++) {
-        float4 p = *(const float4*)(own + (8 * h + k) * QLA_RAW + 8 * h + 4 * q);
-        if (4 * q > k) u[4 * q] = fmaf(p.x, s[h][k], u[4 * q]);
-        if (4 * q + 1 > k) u[4 * q + 1] = fmaf(p.y, s[h][k], u[4 * q + 1]);
-        if (4 * q + 2 > k) u[4 * q + 2] = fmaf(p.z, s[h][k], u[4 * q + 2]);
-        if (4 * q + 3 > k) u[4 * q + 3] = fmaf(p.w, s[h][k], u[4 * q + 3]);
+        float4 x = *(const float4*)(own + k * QLA_RAW + 4 * q);
+        if (4 * q > k) u[4 * q] = fmaf(x.x, s[k], u[4 * q]);
+        if (4 * q + 1 > k) u[4 * q + 1] = fmaf(x.y, s[k], u[4 * q + 1]);
+        if (4 * q + 2 > k) u[4 * q + 2] = fmaf(x.z, s[k], u[4 * q + 2]);
+        if (4 * q + 3 > k) u[4 * q + 3] = fmaf(x.w, s[k], u[4 * q + 3]);
       }
     }
-    qla_store4(dt + b * 512 + h * 384 + c * 16, qla_half2(s[h][0], s[h][1]), qla_half2(s[h][2], s[h][3]), qla_half2(s[h][4], s[h][5]), qla_half2(s[h][6], s[h][7]));
+    qla_store4(dt + b * 512 + h * 384 + c * 16, qla_half2(s[0], s[1]), qla_half2(s[2], s[3]), qla_half2(s[4], s[5]), qla_half2(s[6], s[7]));
   }
   __syncwarp();
-  // Two blocks' quarters are the diagonal of one 16x16 operand.
-  unsigned place = dt + b * 512 + c * 16, d1[4], d2[4], l21[4], x[4];
-  qla_ldmatrix(place, d1);
-  qla_ldmatrix_t(place + 384, d2);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    float2 y = *(const float2*)(raw + (16 * i + g) * QLA_RAW + 16 * i + 8 + t);
-    float2 beta = *(const float2*)(tab + QLA_BETA + 16 * i + 8 + t);
-    l21[i] = qla_half2(y.x * beta.x, y.y * beta.y);
-  }
+  for (int p = 0; p < PAIRS; p++) {
+    // Two blocks' quarters are the diagonal of one 16x16 operand. (Four are read and written, each twice.)
+    int i = 2 * (first + p), g = l >> 2, t = (l & 3) * 2;
+    unsigned place = dt + (i + ((l >> 3) & 1)) * 512 + (l & 7) * 16, d1[4], d2[4], l21[2];
+    qla_ldmatrix(place, d1);
+    qla_ldmatrix_t(place + 384, d2);
 #pragma unroll
-  for (int i = 0; i < 4; i += 2) {
+    for (int e = 0; e < 2; e++) {
+      float2 y = *(const float2*)(raw + (16 * (i + e) + g) * QLA_RAW + 16 * (i + e) + 8 + t);
+      float2 beta = *(const float2*)(tab + QLA_BETA + 16 * (i + e) + 8 + t);
+      l21[e] = qla_half2(y.x * beta.x, y.y * beta.y);
+    }
     float z[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0};
-    unsigned left[4] = {d2[i], 0, 0, d2[i + 1]};
-    qla_mma(z, left, l21[i], l21[i + 1]);
+    unsigned left[4] = {d2[0], 0, 0, d2[1]};
+    qla_mma(z, left, l21[0], l21[1]);
     left[0] = qla_half2(-z[0], -z[1]), left[3] = qla_half2(-z[2], -z[3]);
-    qla_mma(y, left, d1[i], d1[i + 1]);
-    x[i] = qla_half2(y[0], y[1]), x[i + 1] = qla_half2(y[2], y[3]);
+    qla_mma(y, left, d1[0], d1[1]);
+    unsigned x0 = qla_half2(y[0], y[1]), x1 = qla_half2(y[2], y[3]);
+    qla_stmatrix_t(place + 128, x0, x1, x0, x1);
   }
-  qla_stmatrix_t(place + 128, x[0], x[1], x[2], x[3]);
   __syncwarp();
 }
 
@@ -159,12 +162,18 @@ QLA_DEVICE void qla_flush_rows(unsigned rows, long long to, int stride, int vali
 
 // Block rows `part`, part + split, ... (in the order 3, 2, 0, 1) of a value head: T below the diagonal and P^T on and above it go to
 // `tile`, and, where A_address is not 0, A's `valid` rows there, A_stride bytes apart. (T's diagonal is beta r_k, which the walk has.)
-QLA_DEVICE void qla_chunk_head(const float* tab, const float* raw, int part, int split, void* tile_, long long A_address, int A_stride,
-                               int valid) {
-  int l = qla_thread() & 31, g = l >> 2, t = (l & 3) * 2;
-  unsigned dt = qla_smem(tab + QLA_TABLE), rows = dt + 2048;
+// Warps that share a head make its D together, and meet once: with split > 1 all warps of a CTA call this.
+QLA_DEVICE void qla_chunk_head(const float* tab, const float* norm, const float* raw, int part, int split, void* tile_,
+                               long long A_address, int A_stride, int valid) {
+  int w = qla_thread() >> 5, l = qla_thread() & 31, g = l >> 2, t = (l & 3) * 2;
+  unsigned own = qla_smem(raw + 64 * QLA_RAW), dt = own + (w - part) * 4096, rows = own + w * 4096 + 2048;
   long long tile = (long long)tile_;
-  qla_diagonal_inverses(tab, raw, dt, l);
+  if (split == 1) {
+    qla_diagonal_inverses<2>(tab, raw, dt, 0, l);
+  } else {
+    if (part < 2) qla_diagonal_inverses<1>(tab, raw, dt, part, l);
+    __syncthreads();
+  }
 #pragma unroll 1
   for (int n = part; n < 4; n += split) {
     int i = n < 2 ? 3 - n : n - 2, r = 16 * i + g, c = 16 * i + t;
@@ -182,7 +191,7 @@ QLA_DEVICE void qla_chunk_head(const float* tab, const float* raw, int part, int
         for (int e = 0; e < 2; e++) {
           float G_row = tab[QLA_G + row], G_col = tab[QLA_G + col + e];
           bool below = q == 1 || (q != 2 && t + e < g);
-          float x = below ? (e ? f.y : f.x) * (tab[QLA_BETA + col + e] * tab[QLA_NORM + row]) : raw[(col + e) * QLA_RAW + row] * tab[QLA_SCALE + col + e];
+          float x = below ? (e ? f.y : f.x) * (tab[QLA_BETA + col + e] * norm[row]) : raw[(col + e) * QLA_RAW + row] * norm[64 + col + e];
           y[e] = x * qla_exp2(below ? G_row - G_col : G_col - G_row);
         }
         d[q] = make_float2(y[0], y[1]);
@@ -191,7 +200,7 @@ QLA_DEVICE void qla_chunk_head(const float* tab, const float* raw, int part, int
     }
     // Below the diagonal: A along the row, and T.
     const float *col = tab + (i == 3 ? QLA_COL3 : i == 2 ? QLA_COL2 : QLA_COL1) + t, *beta = tab + QLA_BETA + t;
-    float e0 = -tab[QLA_ROW + r] * tab[QLA_NORM + r], e1 = -tab[QLA_ROW + r + 8] * tab[QLA_NORM + r + 8];
+    float e0 = -tab[QLA_ROW + r] * norm[r], e1 = -tab[QLA_ROW + r + 8] * norm[r + 8];
 #pragma unroll
     for (int m = 1; m < 4; m++)
       if (m <= i) {
@@ -219,7 +228,7 @@ QLA_DEVICE void qla_chunk_head(const float* tab, const float* raw, int part, int
     for (int j = 1; j < 4; j++)
       if (j > i) {
         const float *x = raw + (16 * j + g) * QLA_RAW + c, *key = tab + (j == 3 ? QLA_COL3 : j == 2 ? QLA_COL2 : QLA_COL1) + c;
-        const float *query = tab + QLA_ROW + 16 * j + g, *scale = tab + QLA_SCALE + 16 * j + g;
+        const float *query = tab + QLA_ROW + 16 * j + g, *scale = norm + 64 + 16 * j + g;
         float2 k0 = *(const float2*)key, k1 = *(const float2*)(key + 8);
         float q0 = query[0] * scale[0], q1 = query[8] * scale[8];
         float2 x00 = *(const float2*)x, x01 = *(const float2*)(x + 8);

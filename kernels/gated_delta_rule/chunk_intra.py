@@ -16,10 +16,11 @@ slot more: those behind the last sequence's zero the rows of the outputs that no
 
     step            warps
     K, Q by TMA     1 asks, all wait; rows past the sequence's end become zero
+    gate table      of each value head one warp, while K and Q are on their way
     norms           two threads a row
     K K^T, Q K^T    all (wgmma); to shared memory in fp32, over K and Q
-    a value head    one warp (two, four where the CTA has two heads, one: they share its block rows): gate table, A, T, P^T, and their
-                    way to memory (chunk_intra.cuh). No warp waits for another.
+    a value head    one warp (two, four where the CTA has two heads, one: they share its block rows): A, T, P^T, and their way to
+                    memory (chunk_intra.cuh). No head waits for another.
 """
 
 import functools
@@ -39,7 +40,7 @@ THREADS = 128
 CTAS_PER_SM = 5
 # fp32 numbers in shared memory (chunk_intra.cuh): the products of a chunk, and what each warp has of its own.
 RAW = 64 * 72
-INVERSES, ROW_BLOCK = 512, 512
+OWN = 1024
 # c = a b^T on the tensor cores, each warp with its 16 rows; and a function of chunk_tile.cuh.
 product = functools.partial(T.wgmma_gemm, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
 device = functools.partial(T.call_extern, "handle")
@@ -52,7 +53,9 @@ PASS_CONFIGS = {
 
 
 def device_source(dtype: str) -> str:
-    return gates.device_source(dtype) + Path(__file__).with_suffix(".cuh").read_text()
+    """chunk_intra.cuh and what it stands on, with the rows of the gate table."""
+    rows = "".join(f"#define QLA_{name} {at}\n" for name, at in ROWS.items())
+    return rows + gates.device_source(dtype) + Path(__file__).with_suffix(".cuh").read_text()
 
 
 @tilelang.jit(target=TARGET, pass_configs=PASS_CONFIGS)
@@ -75,10 +78,13 @@ def build(K: int, dtype: str):
         norm[0] = T.rsqrt(norm[0] + 1e-6)
 
     @T.macro
-    def read_gates(
-        gates, betas, i_b, t0, valid, i_hv, lane, g_address, g_type, g_strides, beta_address, beta_type, beta_strides
-    ):
-        """Log decay and beta of this lane's two tokens."""
+    def make_table(
+        tables, warp, i_b, t0, valid, i_hv, lane,
+        g_address, g_type, g_strides, A_log_address, dt_bias_address, beta_address, beta_type, beta_strides, beta_range,
+    ):  # fmt: skip
+        """The gate table of a value head, by one warp: g and beta read, and activated where that is asked for."""
+        gates = T.alloc_local((2,), accum)
+        betas = T.alloc_local((2,), accum)
         g_bytes = T.if_then_else(g_type == 0, 4, 2)
         beta_bytes = T.if_then_else(beta_type == 0, 4, 2)
         device(
@@ -98,10 +104,6 @@ def build(K: int, dtype: str):
             valid,
             lane,
         )
-
-    @T.macro
-    def activate(gates, betas, valid, i_hv, lane, A_log_address, dt_bias_address, beta_range):
-        """What read_gates read, activated where that is asked for."""
         if A_log_address != 0:
             A_log = T.make_tensor_from_addr(A_log_address, (1 << 30,), accum)
             dt_bias = T.make_tensor_from_addr(dt_bias_address, (1 << 30,), accum)
@@ -115,6 +117,7 @@ def build(K: int, dtype: str):
         if beta_range != 0.0:
             for j in T.unroll(2):
                 betas[j] = T.if_then_else(2 * lane + j < valid, beta_range / (1.0 + T.exp(-betas[j])), 0.0)
+        write_gates(tables, warp, gates, betas, lane)
 
     @T.macro
     def zero_rows(out_address, width, first, rows, hv0, heads, tx):
@@ -142,14 +145,12 @@ def build(K: int, dtype: str):
         with T.Kernel(parts * depth * num_seqs, threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
             stage = T.alloc_shared((2, CHUNK, K), dtype)
-            raw = T.alloc_shared((RAW,), accum)
-            # A warp's gate table, the inverses of its head's diagonal blocks, and a block row of the tile.
-            own = T.alloc_shared((4, TABLE + INVERSES + ROW_BLOCK), accum)
+            # In the place of K and Q: their products; the inverses of a head's diagonal blocks, and a block row of the tile, by warp.
+            raw = T.alloc_shared((RAW + 4 * OWN,), accum)
+            tables = T.alloc_shared((4, TABLE), accum, scope="shared")
             norm_s = T.alloc_shared((2, CHUNK), accum, scope="shared")
             kk = T.alloc_fragment((CHUNK, CHUNK), accum)
             qk = T.alloc_fragment((CHUNK, CHUNK), accum)
-            gates = T.alloc_local((2,), accum)
-            betas = T.alloc_local((2,), accum)
             norm_k = T.alloc_local((2,), accum)
             scale_q = T.alloc_local((2,), accum)
             norm = T.alloc_local((1,), accum)
@@ -190,13 +191,13 @@ def build(K: int, dtype: str):
                     valid = T.min(eos - t0, CHUNK)
                 if i_n == num_seqs - 1 and slot >= eos // CHUNK + num_seqs:
                     first = T.alloc_var("int32")
-                    rows = T.alloc_var("int32")
+                    count = T.alloc_var("int32")
                     first = eos + (slot - eos // CHUNK - num_seqs) * CHUNK
-                    rows = T.max(T.min(num_tokens - first, CHUNK), 0)
-                    zero_rows(o_address, o_width, T.cast(first, "int64"), rows, hv0, heads, tx)
+                    count = T.max(T.min(num_tokens - first, CHUNK), 0)
+                    zero_rows(o_address, o_width, T.cast(first, "int64"), count, hv0, heads, tx)
                     if A_address != 0:
-                        zero_rows(A_address, CHUNK // 2, T.cast(first, "int64"), rows, hv0, heads, tx)
-                        zero_rows(g_cumsum_address, 1, T.cast(first, "int64"), rows, hv0, heads, tx)
+                        zero_rows(A_address, CHUNK // 2, T.cast(first, "int64"), count, hv0, heads, tx)
+                        zero_rows(g_cumsum_address, 1, T.cast(first, "int64"), count, hv0, heads, tx)
 
             if valid > 0:
                 row0 = T.cast(i_b, "int64") * num_tokens + t0
@@ -213,9 +214,9 @@ def build(K: int, dtype: str):
                 at_once = T.truncdiv(4, split)
                 e = T.truncdiv(warp, split)
                 part = warp - e * split
-                if e < heads:
-                    read_gates(gates, betas, i_b, t0, valid, hv0 + e, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h),
-                        beta_address, beta_type, (beta_stride_b, beta_stride_t, beta_stride_h))  # fmt: skip
+                if part == 0 and e < heads:
+                    make_table(tables, warp, i_b, t0, valid, hv0 + e, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h),
+                        A_log_address, dt_bias_address, beta_address, beta_type, (beta_stride_b, beta_stride_t, beta_stride_h), beta_range)  # fmt: skip
                 T.barrier_wait(loaded[0], 0)
                 if valid < CHUNK:
                     # What the rows past the sequence's end hold is anybody's. Those of Q reach rows of P alone that nobody
@@ -240,31 +241,29 @@ def build(K: int, dtype: str):
                 T.sync_threads()
                 # The kernel behind this one may come as soon as there is room; it waits for what it reads.
                 T.pdl_trigger()
-                device("qla_clear_quarters", T.address_of(own[warp, TABLE]), lane)
+                device("qla_clear_quarters", T.address_of(raw[RAW + warp * OWN]), lane)
                 for j in T.unroll(2):
                     norm_k[j] = norm_s[0, 2 * lane + j]
                     scale_q[j] = norm_s[1, 2 * lane + j]
                 while e < heads:
                     i_hv = hv0 + e
-                    activate(gates, betas, valid, i_hv, lane, A_log_address, dt_bias_address, beta_range)
-                    write_gates(own, warp, gates, betas, norm_k, scale_q, lane)
-                    T.sync_warp()
                     if part == 0:
                         reach = T.alloc_var(accum)
                         reach = T.call_extern(
-                            accum, "qla_reach", T.address_of(own[warp, 0]), T.address_of(raw[0]), lane
+                            accum, "qla_reach", T.address_of(tables[warp, 0]), T.address_of(raw[0]), lane
                         )
-                        write_factors(own, warp, factors, slot, i_hv, norm_k, scale_q, reach, lane)
+                        write_factors(tables, warp, factors, slot, i_hv, norm_k, scale_q, reach, lane)
                         if g_cumsum_address != 0:
                             g_cumsum = T.make_tensor_from_addr(g_cumsum_address, (1 << 60,), accum)
                             for j in T.unroll(2):
                                 if 2 * lane + j < valid:
                                     g_cumsum[(row0 + 2 * lane + j) * HV + i_hv] = (
-                                        own[warp, ROWS["G"] + 2 * lane + j] * LN2
+                                        tables[warp, ROWS["G"] + 2 * lane + j] * LN2
                                     )
                     device(
                         "qla_chunk_head",
-                        T.address_of(own[warp, 0]),
+                        T.address_of(tables[warp - part, 0]),
+                        T.address_of(norm_s[0, 0]),
                         T.address_of(raw[0]),
                         part,
                         split,
@@ -274,10 +273,12 @@ def build(K: int, dtype: str):
                         valid,
                     )
                     T.sync_warp()
+                    # More heads than warps, none of which then shares its head.
                     e += at_once
                     if e < heads:
-                        read_gates(gates, betas, i_b, t0, valid, hv0 + e, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h),
-                            beta_address, beta_type, (beta_stride_b, beta_stride_t, beta_stride_h))  # fmt: skip
+                        make_table(tables, warp, i_b, t0, valid, hv0 + e, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h),
+                            A_log_address, dt_bias_address, beta_address, beta_type, (beta_stride_b, beta_stride_t, beta_stride_h), beta_range)  # fmt: skip
+                        T.sync_warp()
 
     return gdn_chunk_intra_kernel
 
