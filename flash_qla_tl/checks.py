@@ -196,17 +196,17 @@ def _lower_bound(lower_bound: float | None, safe_gate: bool, A_log: Tensor | Non
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int, int]:
     """B, T, H, K, HV, V."""
     _tensor("q", q, FLOATS, None)
-    if q.ndim != 4 or min(q.shape[2:]) < 1:
+    B, T, H, K = q.shape if q.ndim == 4 else (0,) * 4
+    if H < 1 or K < 1:
         raise ValueError(f"q must have shape [B, T, H, K] with H and K at least 1, got {list(q.shape)}")
-    B, T, H, K = q.shape
     _tensor("k", k, (q.dtype,), q.device)
     _shape("k", k, "B, T, H, K", [B, T, H, K])
     _tensor("v", v, (q.dtype,), q.device)
-    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or min(v.shape[2:]) < 1:
+    *tokens, HV, V = v.shape if v.ndim == 4 else (0,) * 4
+    if tokens != [B, T] or HV < 1 or V < 1:
         raise ValueError(
             f"v must have shape [B, T, HV, V] = [{B}, {T}, HV, V] with HV and V at least 1, got {list(v.shape)}"
         )
-    HV, V = v.shape[2:]
     if HV % H:
         raise ValueError(f"v must have shape [B, T, HV, V] with HV a multiple of H = {H}, got {list(v.shape)}")
     return B, T, H, K, HV, V

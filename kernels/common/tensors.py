@@ -1,7 +1,6 @@
 """Tensors as the kernels take them: addresses, strides and types, without a copy where one can be saved."""
 
 import functools
-import math
 
 import torch
 
@@ -17,16 +16,21 @@ def address(x: torch.Tensor | None) -> int:
 def tma_ready(x: torch.Tensor) -> torch.Tensor:
     """x itself where TMA can walk it, else a copy: unit last stride, other strides positive and of whole 16 bytes, aligned."""
     unit = 16 // x.element_size()
-    *strides, last = x.stride()
-    if last == 1 and x.data_ptr() % 16 == 0:
-        if min(strides, default=unit) > 0 and math.gcd(*strides) % unit == 0:
+    strides = x.stride()
+    if x.data_ptr() % 16 == 0:
+        if _walkable(strides, unit):
             return x
         # A dimension of one element has no step to take: any will do.
-        strides = [unit if n == 1 else s for n, s in zip(x.shape[:-1], strides, strict=True)]
-        if all(s > 0 and s % unit == 0 for s in strides):
-            return x.as_strided(x.shape, (*strides, 1))
+        strides = (*(unit if n == 1 else s for n, s in zip(x.shape[:-1], strides[:-1], strict=True)), strides[-1])
+        if _walkable(strides, unit):
+            return x.as_strided(x.shape, strides)
     # Not contiguous(), which returns a dense tensor at an odd address as it is.
     return x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=4096)
+def _walkable(strides: tuple[int, ...], unit: int) -> bool:
+    return strides[-1] == 1 and all(s > 0 and s % unit == 0 for s in strides[:-1])
 
 
 def readable(x: torch.Tensor | None) -> torch.Tensor | None:

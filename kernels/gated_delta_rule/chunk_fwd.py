@@ -504,7 +504,9 @@ def chunk_fwd(
     # new_empty and empty_like cost half of torch.empty.
     fp32 = functools.partial(q.new_empty, dtype=torch.float32)
     if o is None:
-        o = torch.empty_like(v, memory_format=torch.contiguous_format)
+        o = out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    else:
+        out = tma_ready(o) if o.is_contiguous() else torch.empty_like(o, memory_format=torch.contiguous_format)
     ht = h0 if inplace_final_state else fp32((N, *state_shape)) if output_final_state else None
     A = q.new_empty((B, num_tokens, HV, CHUNK)) if output_A else None
     g_cumsum = fp32((B, num_tokens, HV)) if output_A else None
@@ -536,7 +538,6 @@ def chunk_fwd(
         B * segments_per_row if cu_seqlens is None else num_tokens // (segment_chunks * CHUNK) + N if split else N
     )
     starts = None
-    out = tma_ready(o) if o.is_contiguous() else torch.empty_like(o, memory_format=torch.contiguous_format)
     with on_device(device):
         TPs, factors = chunk_intra(
             q,
