@@ -18,6 +18,7 @@ from flash_qla_tl.kernels.common import target
 from flash_qla_tl.kernels.common.state_pool import read_slots, write_slots
 from flash_qla_tl.reference import activate
 from flash_qla_tl.torch_chunked import chunked, chunked_bwd, states_by_chunk
+from flash_qla_tl.utils.index import count_chunks
 
 OPERATOR = "the gated delta rule"
 
@@ -237,7 +238,7 @@ def chunk_gated_delta_rule(
             auto_cp=auto_cp,
             backend=backend,
         )
-    num_chunks, longest = _chunks(cu_seqlens_cpu)
+    num_chunks, longest = count_chunks(cu_seqlens_cpu)
     in_kernels = on_kernels(OPERATOR, target.refusal(q, k, v), q, backend)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
@@ -364,7 +365,7 @@ def chunk_gated_delta_rule_fwd(
     )
     if scale is None:
         scale = q.shape[3] ** -0.5
-    num_chunks, longest = _chunks(cu_seqlens_cpu)
+    num_chunks, longest = count_chunks(cu_seqlens_cpu)
 
     if on_kernels(OPERATOR, target.refusal(q, k, v), q, "auto"):
         from flash_qla_tl.kernels.gated_delta_rule.chunk_fwd import chunk_fwd
@@ -477,14 +478,6 @@ def chunk_gated_delta_rule_bwd(
     h0, dht = k_first(initial_state, state_v_first), k_first(dht, state_v_first)
     dq, dk, dv, db, dg, dh0 = chunked_bwd(q, k, v, g, beta, do, dht, scale, h0, cu_seqlens)
     return ChunkGatedDeltaRuleBwd(dq, dk, dv, db, dg, k_first(dh0, state_v_first))
-
-
-def _chunks(cu_seqlens_cpu: Tensor | None) -> tuple[int | None, int | None]:
-    """Of packed sequences whose lengths the host knows: all chunks, and those of the longest."""
-    if cu_seqlens_cpu is None:
-        return None, None
-    counts = (cu_seqlens_cpu.diff() + 63) // 64
-    return int(counts.sum()), int(counts.max()) if len(counts) else 0
 
 
 class _Options(NamedTuple):
@@ -619,7 +612,7 @@ def _op_fwd(*, cu_seqlens, cu_seqlens_cpu, **given):
     """:func:`_training_fwd` with the arguments of the traced call, whose contents were not checked yet."""
     checks.sequences(cu_seqlens, cu_seqlens_cpu, given["q"])
     tensors = [given.pop(x) for x in custom_ops.TENSORS]
-    return _training_fwd(*tensors, cu_seqlens, _Options.of(*_chunks(cu_seqlens_cpu), **given))
+    return _training_fwd(*tensors, cu_seqlens, _Options.of(*count_chunks(cu_seqlens_cpu), **given))
 
 
 def _op_bwd(do, dht, g_cumsum, A, *, cu_seqlens, cu_seqlens_cpu, **given):

@@ -16,7 +16,7 @@ from flash_qla_tl.kernels.common.state_pool import read_slots, same_memory, writ
 from flash_qla_tl.reference import activate
 from flash_qla_tl.torch_chunked import states_by_chunk
 from flash_qla_tl.torch_kda import ChunkedKda, chunked_kda
-from flash_qla_tl.utils.index import prepare_chunk_offsets
+from flash_qla_tl.utils.index import count_chunks
 
 OPERATOR = "Kimi Delta Attention"
 HEAD_DIM = 128
@@ -204,9 +204,7 @@ def chunk_kda(
             backend=backend,
             **activations,
         )
-    num_chunks = None
-    if return_intermediate_states and cu_seqlens_cpu is not None:
-        num_chunks = int(prepare_chunk_offsets(cu_seqlens_cpu, 64)[-1])
+    num_chunks, longest = count_chunks(cu_seqlens_cpu)
     if on_kernels(OPERATOR, refusal(q, k, v, inputs), q, backend):
         from flash_qla_tl.kernels.kda.fwd import forward
 
@@ -232,6 +230,7 @@ def chunk_kda(
             state_v_first=state_v_first,
             output_h=return_intermediate_states,
             num_chunks=num_chunks,
+            longest=longest,
             **activations,
         )
         return (o, ht, h) if return_intermediate_states else (o, ht)
@@ -421,7 +420,8 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
     """Bytes of device memory that the kernels of :func:`kda_fwd` need, at most, beside its arguments.
 
     They are allocated by the call, and free again when it is done. Inputs that a kernel cannot read
-    where they are (see docs/kernels.md) are copied, which comes on top.
+    where they are (see docs/kernels.md) are copied, which comes on top; and so do, where long sequences
+    are split into segments, 128 KiB a segment and head, segments having at least eight chunks of 64 tokens.
 
     Args:
         T_total: tokens of all sequences.

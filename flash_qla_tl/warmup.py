@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ ARCH = TARGET["arch"]
 class Variant:
     """One kernel as it is compiled: a builder and what it is given."""
 
-    op: str
+    ops: tuple[str, ...]  # whose calls it serves
     kernel: str
     build: Callable
     args: tuple
@@ -50,31 +49,39 @@ class Result(NamedTuple):
 
 def variants() -> list[Variant]:
     """Every variant that a call can reach, the slowest to compile first."""
+    from flash_qla_tl.kernels.common import segment_starts
     from flash_qla_tl.kernels.gated_delta_rule import (
         activations,
         chunk_bwd,
         chunk_fwd,
         chunk_intra,
         chunk_states,
-        segment_starts,
         segment_states,
     )
     from flash_qla_tl.kernels.kda import prepare, state_loop
+    from flash_qla_tl.kernels.kda import segment_states as kda_segment_states
 
+    gdn, bwd, kda = ("gdn_fwd",), ("gdn_bwd",), ("kda_fwd",)
     found = []
     for kernel, module in (("chunk_bwd", chunk_bwd), ("chunk_states", chunk_states)):
-        found += [Variant("gdn_bwd", kernel, module.build, (c,), c.dtype, (c.K, c.V)) for c in module.configs()]
-    found += [Variant("gdn_fwd", "chunk_fwd", chunk_fwd.build, (c,), c.dtype, (c.K,)) for c in chunk_fwd.configs()]
+        found += [Variant(bwd, kernel, module.build, (c,), c.dtype, (c.K, c.V)) for c in module.configs()]
+    found += [Variant(gdn, "chunk_fwd", chunk_fwd.build, (c,), c.dtype, (c.K,)) for c in chunk_fwd.configs()]
     for kernel, module in (("kda_prepare", prepare), ("kda_state_loop", state_loop)):
-        found += [Variant("kda_fwd", kernel, module.build, (c,), c.dtype, (128,)) for c in module.configs()]
-    for op, kernel, build in (
-        ("gdn_fwd", "chunk_intra", chunk_intra.build),
-        ("gdn_fwd", "segment_states", segment_states.build),
-        ("gdn_fwd", "segment_starts", segment_starts.build),
-        ("gdn_bwd", "activations_fwd", activations.build_fwd),
-        ("gdn_bwd", "activations_bwd", activations.build_bwd),
-    ):
-        found += [Variant(op, kernel, build, (K, dtype), dtype, (K,)) for K, dtype in product(HEAD_DIMS, DTYPES)]
+        found += [Variant(kda, kernel, module.build, (c,), c.dtype, (128,)) for c in module.configs()]
+    for dtype in DTYPES:
+        found += [Variant(kda, "kda_segment_states", kda_segment_states.build, (dtype,), dtype, (128,))]
+        for kernel, build in (("activations_fwd", activations.build_fwd), ("activations_bwd", activations.build_bwd)):
+            found += [Variant(bwd, kernel, build, (dtype,), dtype, ())]
+        for K in HEAD_DIMS:
+            starts = (*gdn, *kda) if K == 128 else gdn
+            found += [
+                Variant(ops, kernel, build, (K, dtype), dtype, (K,))
+                for ops, kernel, build in (
+                    (gdn, "chunk_intra", chunk_intra.build),
+                    (gdn, "segment_states", segment_states.build),
+                    (starts, "segment_starts", segment_starts.build),
+                )
+            ]
     return found
 
 
@@ -83,7 +90,9 @@ def chosen(
 ) -> list[Variant]:
     """The variants of these operators, dtypes and head dims. A backward comes with the forward it follows."""
     ops = {*ops, "gdn_fwd"} if "gdn_bwd" in ops else set(ops)
-    return [v for v in variants() if v.op in ops and v.dtype in dtypes and set(v.head_dims) <= set(head_dims)]
+    return [
+        v for v in variants() if ops.intersection(v.ops) and v.dtype in dtypes and set(v.head_dims) <= set(head_dims)
+    ]
 
 
 def warm_up(names: list[str], jobs: int) -> Iterable[tuple[str, Result]]:

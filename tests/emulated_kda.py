@@ -43,6 +43,7 @@ def emulated_forward(
     state_v_first=False,
     output_h=False,
     num_chunks=None,
+    longest=None,
     **activations,
 ):
     dtype = q.dtype

@@ -36,6 +36,7 @@ CONTAINS = {
     "chunk_states": STATE_IN_REGISTERS,
     "kda_prepare": ("tma_load",),
     "kda_state_loop": STATE_IN_REGISTERS,
+    "kda_segment_states": ("wgmma_rs", "tma_load"),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("tilelang")
 
 from flash_qla_tl.kernels.gated_delta_rule import chunk_bwd, chunk_fwd, chunk_intra, chunk_states  # noqa: E402
-from flash_qla_tl.kernels.kda import prepare, state_loop  # noqa: E402
+from flash_qla_tl.kernels.kda import fwd, prepare, state_loop  # noqa: E402
 
 SMS = 132
 
@@ -39,8 +39,9 @@ def test_number_of_variants():
     """A server compiles them all: their number is a promise."""
     numbers = {chunk_fwd: 12, chunk_states: 12, chunk_bwd: 8, prepare: 2, state_loop: 6}
     assert {kernel: len(set(kernel.configs())) for kernel in numbers} == numbers
-    # ... and chunk_intra, segment_states, segment_starts and the two directions of activations for every K and dtype.
-    assert sum(numbers.values()) + 5 * 4 <= 60
+    # ... and chunk_intra, segment_states and segment_starts for every K and dtype; for every dtype KDA's segment_states and the two
+    # directions of activations.
+    assert sum(numbers.values()) + 3 * 4 + 3 * 2 <= 60
 
 
 @pytest.mark.parametrize(
@@ -90,12 +91,20 @@ def test_a_cta_takes_a_group_where_that_fills_the_card():
     assert chunk_intra.heads_per_cta(4, 4 * chunk_intra.CTAS_PER_SM * SMS, SMS) == 4
 
 
+def pick_kda(heads, chunks=32, rows=1, longest=None, total=None, num_sms=SMS, dtype="bfloat16", emit=False):
+    """chunks: of every sequence. longest, total: where they differ; longest is the total where nobody knows."""
+    work = fwd.Work(heads, rows, total or rows * chunks, longest or total or chunks, num_sms)
+    return fwd.pick_config(dtype, work, emit)
+
+
 @pytest.mark.parametrize("emit", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_kda_picks_are_compiled(dtype, emit):
     compiled = set(state_loop.configs())
-    for heads in (1, 5, 64, 66, 67, 100, 132, 133, 256, 4096):
-        assert all(state_loop.pick_config(dtype, heads, sms, emit) in compiled for sms in (78, 114, SMS))
+    for heads, sms in itertools.product((1, 5, 64, 66, 67, 100, 132, 133, 256, 4096), (78, 114, SMS)):
+        for chunks in (0, 1, 8, 100, 10000):
+            config, segment = pick_kda(heads, chunks, num_sms=sms, dtype=dtype, emit=emit)
+            assert config in compiled and segment >= 1
 
 
 @pytest.mark.parametrize(
@@ -110,4 +119,29 @@ def test_kda_picks_are_compiled(dtype, emit):
     ],
 )
 def test_split_of_a_head_of_kda(heads, VR):
-    assert state_loop.pick_config("bfloat16", heads, SMS, False).VR == VR
+    config, segment = pick_kda(heads)
+    assert config.VR == VR and segment == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (dict(heads=8, chunks=512), 8),  # 8 of 132 SMs busy
+        (dict(heads=16, chunks=512), 5),
+        (dict(heads=32, chunks=512), 1),  # memory would be the limit, twice
+        (dict(heads=8, chunks=128), 8),
+        (dict(heads=32, chunks=128), 1),
+        (dict(heads=96, chunks=128), 1),
+        (dict(heads=8, chunks=128, rows=8), 1),
+        (dict(heads=8, chunks=64), 1),  # too short to gain
+        (dict(heads=8, rows=2, total=512), 19),  # two sequences, nobody knows of what length
+        (dict(heads=64, rows=2, total=512), 1),
+        (dict(heads=8, rows=2, total=512, longest=448), 18),  # ... and somebody does
+        (dict(heads=8, rows=16, total=512), 1),  # many, mostly short
+        (dict(heads=8, rows=16, total=512, longest=40), 1),
+    ],
+)
+def test_parts_of_a_sequence_of_kda(options, parts):
+    _, segment = pick_kda(**options)
+    longest = options.get("longest") or options.get("total") or options["chunks"]
+    assert -(-longest // segment) == parts

@@ -24,7 +24,7 @@ from flash_qla_tl.kernels.common import target  # noqa: E402
 
 VARIANTS = {variant.name: variant for variant in warmup.variants()}
 # Two of the quickest to compile.
-SMALL = [f"activations_{direction} 64 bfloat16" for direction in ("fwd", "bwd")]
+SMALL = [f"activations_{direction} bfloat16" for direction in ("fwd", "bwd")]
 
 
 def nvcc() -> str | None:
@@ -100,7 +100,10 @@ def test_calls_ask_for_what_the_warm_up_compiles(asked_for, monkeypatch):
         args = testing.kda_inputs(**call, H=H, HV=HV, K=128, dtype=dtype)
         chunk_kda(**args, return_intermediate_states=HV == 1)
     for dtype, K in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
-        chunk_gated_delta_rule(**testing.inputs(T=8192, H=1, K=K, dtype=dtype))  # long enough to be split
+        # Long enough to be split.
+        chunk_gated_delta_rule(**testing.inputs(T=8192, H=1, K=K, dtype=dtype))
+        if K == 128:
+            chunk_kda(**testing.kda_inputs(T=8192, H=1, K=K, dtype=dtype))
     assert asked_for == set(VARIANTS)
 
 
@@ -109,7 +112,7 @@ def test_choice():
         kernels = [variant.kernel for variant in warmup.chosen(*args)]
         return {kernel: kernels.count(kernel) for kernel in kernels}
 
-    assert numbers(["kda_fwd"]) == {"kda_prepare": 2, "kda_state_loop": 6}
+    assert numbers(["kda_fwd"]) == {"kda_prepare": 2, "kda_state_loop": 6, "kda_segment_states": 2, "segment_starts": 2}
     serving = {"chunk_fwd": 3, "chunk_intra": 1, "segment_states": 1, "segment_starts": 1}
     assert numbers(["gdn_fwd"], ["bfloat16"], [128]) == serving
     # A backward comes with its forward.
@@ -144,7 +147,7 @@ def test_refusals(monkeypatch, capsys, capability, args, message):
 def test_list(monkeypatch, capsys):
     assert run_main(monkeypatch, "--op", "kda_fwd", "--dtype", "bfloat16", "--list") == 0
     names = capsys.readouterr().out.splitlines()
-    assert len(names) == 4 and set(names) <= set(VARIANTS)
+    assert len(names) == 6 and set(names) <= set(VARIANTS)
 
 
 @pytest.fixture(scope="module")

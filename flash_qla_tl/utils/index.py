@@ -52,6 +52,14 @@ def unpack(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return out
 
 
+def count_chunks(cu_seqlens_cpu: Tensor | None) -> tuple[int | None, int | None]:
+    """Of packed sequences whose lengths the host knows: all chunks of 64 tokens, and those of the longest."""
+    if cu_seqlens_cpu is None:
+        return None, None
+    counts = (cu_seqlens_cpu.diff() + 63) // 64
+    return int(counts.sum()), int(counts.max()) if len(counts) else 0
+
+
 def prepare_chunk_offsets(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
     """Exclusive sum of the chunk counts: ``[N+1]``, dtype of ``cu_seqlens``."""
     counts = (cu_seqlens.diff() + chunk_size - 1) // chunk_size

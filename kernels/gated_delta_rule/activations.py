@@ -96,21 +96,22 @@ def products(sums, at, x, y, i, lanes):
     sums[at] = 0.0
     for j in T.unroll(8):
         sums[at] += T.cast(x[i, j], accum) * T.cast(y[i, j], accum)
-    for step in T.unroll((lanes - 1).bit_length()):
-        sums[at] += T.shfl_xor(sums[at], 1 << step)
+    for step in T.unroll(4):
+        other = T.alloc_var(accum)
+        other = T.shfl_xor(sums[at], 1 << step)
+        sums[at] += T.if_then_else(lanes > 1 << step, other, 0.0)
 
 
 @tilelang.jit(target=TARGET, pass_configs=PASS_CONFIGS)
-def build_fwd(K: int, dtype: str):
+def build_fwd(dtype: str):
     tokens, HV = T.dynamic("tokens"), T.dynamic("HV")
-    lanes = K // 8
 
     @T.macro
-    def store_normalised(base, x, total, i, row, column):
+    def store_normalised(base, x, total, i, row, column, lanes):
         values = T.alloc_local((8,), dtype)
         norm = T.alloc_var(accum)
         norm = T.rsqrt(total + 1e-6)
-        out = T.make_tensor_from_addr(base + T.cast(row, "int64") * (K * 2), (K,), dtype)
+        out = T.make_tensor_from_addr(base + T.cast(row, "int64") * (lanes * 16), (128,), dtype)
         for j in T.unroll(8):
             values[j] = T.cast(T.cast(x[i, j], accum) * norm, dtype)
         for j in T.vectorized(8):
@@ -120,7 +121,7 @@ def build_fwd(K: int, dtype: str):
     def gdn_activations_fwd_kernel(
         beta_out: T.Tensor((tokens, HV), accum),
         q_out_address: T.int64, k_out_address: T.int64,
-        num_tokens: T.int32, H: T.int32, gate_ctas: T.int32, row_ctas: T.int32, end_address: T.int64,
+        num_tokens: T.int32, H: T.int32, lanes: T.int32, gate_ctas: T.int32, row_ctas: T.int32, end_address: T.int64,
         q_address: T.int64, q_stride_b: T.int64, q_stride_t: T.int64, q_stride_h: T.int64,
         k_address: T.int64, k_stride_b: T.int64, k_stride_t: T.int64, k_stride_h: T.int64,
         beta_address: T.int64, beta_type: T.int32, beta_stride_b: T.int64, beta_stride_t: T.int64, beta_stride_h: T.int64,
@@ -128,6 +129,8 @@ def build_fwd(K: int, dtype: str):
     ):  # fmt: skip
         with T.Kernel(gate_ctas + row_ctas, threads=THREADS) as i_x:
             T.import_source(SOURCE)
+            # Loads under way are what hides memory's latency; ptxas would take registers that leave room for four CTAs.
+            T.annotate_min_blocks_per_sm(5)
             q_x = T.alloc_local((ROWS, 8), dtype)
             k_x = T.alloc_local((ROWS, 8), dtype)
             sums = T.alloc_local((2 * ROWS,), accum)
@@ -160,10 +163,10 @@ def build_fwd(K: int, dtype: str):
                     if token < tokens and i_hv < HV:
                         beta_out[token, i_hv] = T.if_then_else(insides[i] != 0, x, 0.0)
             else:
-                column = tx % lanes * 8
+                column = (tx & (lanes - 1)) * 8
                 i_h = T.alloc_var("int32")
                 for i in T.unroll(ROWS):
-                    rows[i] = ((i_x - gate_ctas) * ROWS + i) * (THREADS // lanes) + tx // lanes
+                    rows[i] = T.truncdiv(((i_x - gate_ctas) * ROWS + i) * THREADS + tx, lanes)
                     token = T.truncdiv(rows[i], H)
                     i_h = rows[i] - token * H
                     i_b = T.truncdiv(token, num_tokens)
@@ -175,20 +178,19 @@ def build_fwd(K: int, dtype: str):
                     products(sums, 2 * i, q_x, q_x, i, lanes)
                     products(sums, 2 * i + 1, k_x, k_x, i, lanes)
                     if rows[i] < tokens * H:
-                        store_normalised(q_out_address, q_x, sums[2 * i], i, rows[i], column)
-                        store_normalised(k_out_address, k_x, sums[2 * i + 1], i, rows[i], column)
+                        store_normalised(q_out_address, q_x, sums[2 * i], i, rows[i], column, lanes)
+                        store_normalised(k_out_address, k_x, sums[2 * i + 1], i, rows[i], column, lanes)
 
     return gdn_activations_fwd_kernel
 
 
 @tilelang.jit(target=TARGET, pass_configs=PASS_CONFIGS)
-def build_bwd(K: int, dtype: str):
-    tokens, HV, num_rows = T.dynamic("tokens"), T.dynamic("HV"), T.dynamic("num_rows")
-    lanes = K // 8
+def build_bwd(dtype: str):
+    tokens, HV = T.dynamic("tokens"), T.dynamic("HV")
 
     @T.macro
-    def store_gradient(out, x, dy, sum_xx, sum_xy, i, row, column):
-        """out = r (dy - x r^2 (x . dy)), factor by factor: r^3 would leave fp32 for large rows."""
+    def store_gradient(base, x, dy, sum_xx, sum_xy, i, row, column, lanes):
+        """The row at base = r (dy - x r^2 (x . dy)), factor by factor: r^3 would leave fp32 for large rows."""
         values = T.alloc_local((8,), dtype)
         norm = T.alloc_var(accum)
         along = T.alloc_var(accum)
@@ -196,15 +198,15 @@ def build_bwd(K: int, dtype: str):
         along = norm * sum_xy * norm
         for j in T.unroll(8):
             values[j] = T.cast(norm * (T.cast(dy[i, j], accum) - T.cast(x[i, j], accum) * along), dtype)
+        out = T.make_tensor_from_addr(base + T.cast(row, "int64") * (lanes * 16), (128,), dtype)
         for j in T.vectorized(8):
-            out[row, column + j] = values[j]
+            out[column + j] = values[j]
 
     @T.prim_func
     def gdn_activations_bwd_kernel(
-        dq: T.Tensor((num_rows, K), dtype),
-        dk: T.Tensor((num_rows, K), dtype),
         db: T.Tensor((tokens, HV), accum),
-        num_tokens: T.int32, H: T.int32, gate_ctas: T.int32, row_ctas: T.int32, end_address: T.int64,
+        dq_address: T.int64, dk_address: T.int64,
+        num_tokens: T.int32, H: T.int32, lanes: T.int32, gate_ctas: T.int32, row_ctas: T.int32, end_address: T.int64,
         q_address: T.int64, q_stride_b: T.int64, q_stride_t: T.int64, q_stride_h: T.int64,
         k_address: T.int64, k_stride_b: T.int64, k_stride_t: T.int64, k_stride_h: T.int64,
         g_address: T.int64, g_type: T.int32, g_stride_b: T.int64, g_stride_t: T.int64, g_stride_h: T.int64,
@@ -301,10 +303,10 @@ def build_bwd(K: int, dtype: str):
                         sums = T.make_tensor_from_addr(sums_address, (1 << 60,), accum)
                         sums[(T.cast(first, "int64") * 2 + tx // 32) * HV + i_hv] = total
             else:
-                column = tx % lanes * 8
+                column = (tx & (lanes - 1)) * 8
                 i_h = T.alloc_var("int32")
                 for i in T.unroll(ROWS):
-                    rows[i] = ((i_x - gate_ctas) * ROWS + i) * (THREADS // lanes) + tx // lanes
+                    rows[i] = T.truncdiv(((i_x - gate_ctas) * ROWS + i) * THREADS + tx, lanes)
                     token = T.truncdiv(rows[i], H)
                     i_h = rows[i] - token * H
                     i_b = T.truncdiv(token, num_tokens)
@@ -313,11 +315,9 @@ def build_bwd(K: int, dtype: str):
                     inside = insides[i] != 0
                     load_row(q_x, i, inside, q_address, q_stride_b, q_stride_t, q_stride_h, i_b, t, i_h, column, dtype)
                     load_row(k_x, i, inside, k_address, k_stride_b, k_stride_t, k_stride_h, i_b, t, i_h, column, dtype)
-                    if inside:
-                        for j in T.vectorized(8):
-                            q_dy[i, j] = dq[rows[i], column + j]
-                        for j in T.vectorized(8):
-                            k_dy[i, j] = dk[rows[i], column + j]
+                    row = T.cast(rows[i], "int64")
+                    load_row(q_dy, i, inside, dq_address, 0, 0, lanes * 8, 0, 0, row, column, dtype)
+                    load_row(k_dy, i, inside, dk_address, 0, 0, lanes * 8, 0, 0, row, column, dtype)
                 for i in T.unroll(ROWS):
                     products(dots, 0, q_x, q_x, i, lanes)
                     products(dots, 1, q_x, q_dy, i, lanes)
@@ -325,16 +325,16 @@ def build_bwd(K: int, dtype: str):
                     products(dots, 3, k_x, k_dy, i, lanes)
                     # Gradients of rows outside are zero as they come.
                     if insides[i] != 0:
-                        store_gradient(dq, q_x, q_dy, dots[0], dots[1], i, rows[i], column)
-                        store_gradient(dk, k_x, k_dy, dots[2], dots[3], i, rows[i], column)
+                        store_gradient(dq_address, q_x, q_dy, dots[0], dots[1], i, rows[i], column, lanes)
+                        store_gradient(dk_address, k_x, k_dy, dots[2], dots[3], i, rows[i], column, lanes)
 
     return gdn_activations_bwd_kernel
 
 
 @functools.lru_cache
-def _kernel(backward: bool, K: int, dtype: str):
+def _kernel(backward: bool, dtype: str):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
-    return launcher(build_bwd if backward else build_fwd, K, dtype)
+    return launcher(build_bwd if backward else build_fwd, dtype)
 
 
 def activations_fwd(
@@ -358,9 +358,9 @@ def activations_fwd(
         return q_out, k_out, beta_out
     q, k = (_aligned(x) if use_qk_l2norm else x for x in (q, k))
     with on_device(q.device.index):
-        _kernel(False, K, dtype_name(q))(
+        _kernel(False, dtype_name(q))(
             beta_out.flatten(0, 1), address(q_out), address(k_out),
-            num_tokens, H, *_grid(q, beta, use_qk_l2norm), _end(cu_seqlens),
+            num_tokens, H, K // 8, *_grid(q, beta, use_qk_l2norm), _end(cu_seqlens),
             address(q), *q.stride()[:3], address(k), *k.stride()[:3],
             address(beta), FLOAT_TYPE[beta.dtype], *beta.stride(), beta_range,
         )  # fmt: skip
@@ -410,9 +410,9 @@ def activations_bwd(
         if sums:
             partial = empty((-(-db.shape[0] * num_tokens // TOKENS), 2, HV), dtype=torch.float32)
     with on_device(q.device.index):
-        _kernel(True, K, dtype_name(q))(
-            dq.flatten(0, 2), dk.flatten(0, 2), db.flatten(0, 1),
-            num_tokens, H, *_grid(q, db, use_qk_l2norm), _end(cu_seqlens),
+        _kernel(True, dtype_name(q))(
+            db.flatten(0, 1), address(dq), address(dk),
+            num_tokens, H, K // 8, *_grid(q, db, use_qk_l2norm), _end(cu_seqlens),
             address(q), *q.stride()[:3], address(k), *k.stride()[:3],
             *_strided(g), address(A_log), address(dt_bias), address(dg), address(dg_out), address(partial),
             *_strided(beta), beta_range, address(db_out),

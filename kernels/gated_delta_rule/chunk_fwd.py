@@ -40,7 +40,7 @@ from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launch
 from flash_qla_tl.kernels.common.tensors import address, readable, state_rows, tma_ready
 from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state, store_state, store_state_as
 from flash_qla_tl.kernels.gated_delta_rule.chunk_intra import chunk_intra, cu_stride
-from flash_qla_tl.kernels.gated_delta_rule.segment_starts import segment_starts
+from flash_qla_tl.kernels.gated_delta_rule.segment_states import segment_starts
 
 STAGES = 3
 # A chunk's time on an H200 with all SMs busy, K = V = 128, by VR.

@@ -13,7 +13,8 @@ segment leave less than 2^LIMIT, N is a walk over these alone and M is nothing. 
 segment; the first segment of a sequence begins with h0 then and needs no M.
 
 Grid (segments * HV * (V + K) / 64), two CTAs an SM: CTA (g, head, block) makes rows of what is before segment g: N^T to starts[g], and M^T
-to transfers[g] as the sum of two 16-bit numbers. exact[g] says whether M counts (segment_starts.py). Segments have slots as chunks do.
+to transfers[g] as the sum of two 16-bit numbers. exact[g] says whether M counts (kernels/common/segment_starts.py). Segments have slots
+as chunks do.
 
     warps       work                                            waits on            signals
     STATE (4)   W, Vn, S of a chunk                             loaded tp_ready     free
@@ -26,10 +27,14 @@ from pathlib import Path
 
 import tilelang
 import tilelang.language as T
+import torch
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, launcher
+from flash_qla_tl.kernels.common.segment_starts import fold_segments
+from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher
+from flash_qla_tl.kernels.common.tensors import address
 from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state
 
 STAGES = 3
@@ -266,6 +271,49 @@ def build(K: int, dtype: str):
 
 
 @functools.lru_cache
-def kernel(K: int, dtype: str):
+def _kernel(K: int, dtype: str):
     """The compiled kernel: found once a process, so that a call does not walk TileLang's lookup."""
     return launcher(build, K, dtype)
+
+
+def segment_starts(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    TPs: torch.Tensor,
+    factors: torch.Tensor,
+    *,
+    segments: int,
+    segment_chunks: int,
+    h0: torch.Tensor | None,
+    h0_indices: torch.Tensor | None,
+    pad_slot_id: int,
+    cu_seqlens: torch.Tensor | None,
+    state_v_first: bool,
+) -> torch.Tensor:
+    """-> [segments, HV, V, K] fp32: the state before each segment, h0 before the first of a sequence. Two launches."""
+    B, num_tokens, H, K = k.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    stride = 0 if cu_seqlens is None else cu_seqlens.stride(0) * cu_seqlens.element_size() // 4
+    slots_per_row = -(-num_tokens // CHUNK)
+    segments_per_row = -(-slots_per_row // segment_chunks)
+    empty = functools.partial(torch.empty, device=k.device)
+    starts = empty((segments, HV, V, K), dtype=torch.float32)
+    transfers = empty((segments, HV, 2, K, K), dtype=k.dtype)
+    exact = empty((segments, HV), dtype=torch.int32)
+    _kernel(K, dtype_name(k))(
+        k, v, TPs, factors, starts, transfers, exact,
+        HV // H, N, address(cu_seqlens), stride, slots_per_row, segment_chunks, segments_per_row, N.bit_length(),
+        *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), int(state_v_first),
+    )  # fmt: skip
+    fold_segments(
+        starts,
+        transfers,
+        exact,
+        num_seqs=N,
+        num_tokens=num_tokens,
+        cu_seqlens=cu_seqlens,
+        segment_chunks=segment_chunks,
+        segments_per_row=segments_per_row,
+    )
+    return starts

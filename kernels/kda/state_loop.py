@@ -5,10 +5,11 @@ kernel (prepare.py) left in a workspace, decays, beta, scale and all (T and P^T 
 
     W = V - kd S          Vn = T W          O = qd S + P Vn          S <- diag(decay) S + kr^T Vn
 
-Grid (N * HV * V / VR): a CTA carries VR rows of one head's state through one sequence. Rows run along V: a state
-warpgroup keeps 64 of them, S^T [64, K], in fp32 registers for the whole sequence, and every product with S is a
-wgmma with S (or W, Vn) as its register operand. Packed input has CTAs for one more sequence: they zero what lies past
-the last one. Two VR: 128 where sequences x heads fill the card, 64 (the head split over two CTAs) where they do not.
+Grid (segments * HV * V / VR): a CTA carries VR rows of one head's state through one segment, mostly a whole sequence, or one of those
+that a long sequence is split into; then the state before it is there already (segment_states.py). Rows run along V: a state
+warpgroup keeps 64 of them, S^T [64, K], in fp32 registers for the whole segment, and every product with S is a
+wgmma with S (or W, Vn) as its register operand. Packed input has CTAs for one more segment: they zero what lies past
+the last sequence. Two VR: 128 where segments x heads fill the card, 64 (the head split over two CTAs) where they do not.
 
     warps            work                                          waits on                            signals
     STATE (4 VR/64)  W, Vn, O, S of a chunk                        a_loaded b_loaded tp_ready rows     a_free b_free
@@ -32,14 +33,12 @@ import torch
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
-from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, num_sms, on_device
+from flash_qla_tl.kernels.common.target import CHUNK, TARGET, launcher, on_device
 from flash_qla_tl.kernels.common.tensors import address
-from flash_qla_tl.kernels.common.walk import advance, find_slot, load_state, store_state, store_state_as
+from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state, store_state, store_state_as
 from flash_qla_tl.kernels.kda.prepare import NUM_FACTORS, Workspace
 
 K = V = 128
-# A chunk's time on an H200 by VR, where memory is not the limit.
-STEP_US = {64: 1.1, 128: 1.5}
 # c = a b^T and c += a b on the tensor cores, each warp with its 16 rows; and a function of the .cuh files.
 product = functools.partial(T.wgmma_gemm, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
 add_product = functools.partial(T.wgmma_gemm, clear_accum=False, policy=T.GemmWarpPolicy.FullRow)
@@ -66,15 +65,8 @@ class Config:
         return (3, 3) if self.VR == 64 else (2, 3)
 
 
-def pick_config(dtype: str, heads: int, num_sms: int, emit: bool) -> Config:
-    """heads: sequences x value heads. A head is split over two CTAs where the waves over the card take less time so."""
-    whole = STEP_US[128] * -(-heads // num_sms)
-    split = STEP_US[64] * -(-2 * heads // num_sms)
-    return Config(64 if emit or split < whole else 128, dtype, emit)
-
-
 def configs() -> list[Config]:
-    """Every variant that pick_config can return."""
+    """Every variant."""
     return [
         Config(VR, dtype, emit)
         for dtype in ("bfloat16", "float16")
@@ -115,12 +107,13 @@ def build(config: Config):
         v: T.StridedTensor((B, num_tokens, HV, V), (*strides["v"], 1), dtype),
         o: T.StridedTensor((B, num_tokens, HV, V), (*strides["o"], 1), dtype),
         o_address: T.int64, num_seqs: T.int32, cu_address: T.int64, cu_stride: T.int32, chunk_offsets_address: T.int64,
+        segments: T.int32, segment_chunks: T.int32, segments_per_row: T.int32, search_steps: T.int32, starts_address: T.int64,
         h0_address: T.int64, h0_type: T.int32, h0_stride_n: T.int64, h0_stride_h: T.int64,
         indices_address: T.int64, indices_stride: T.int32, pad_slot: T.int32, num_slots: T.int32,
         ht_address: T.int64, ht_type: T.int32, ht_stride_n: T.int64, ht_stride_h: T.int64,
         state_v_first: T.int32, h_address: T.int64, h_slots: T.int32,
     ):  # fmt: skip
-        with T.Kernel(HV * NS * (num_seqs + T.if_then_else(cu_address != 0, 1, 0)), threads=THREADS) as i_x:
+        with T.Kernel(HV * NS * (segments + T.if_then_else(cu_address != 0, 1, 0)), threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
             kd_s = T.alloc_shared((AS, CHUNK, K), dtype)
             v_s = T.alloc_shared((AS * VR, CHUNK), dtype)
@@ -157,39 +150,69 @@ def build(config: Config):
             b = T.alloc_var("int32", init=0)
             b_phase = T.alloc_var("int32", init=0)
             # Variables, since an expression would be divided out anew at every use.
-            i_n = T.alloc_var("int32")
+            i_g = T.alloc_var("int32")
             i_hv = T.alloc_var("int32")
             v0 = T.alloc_var("int32")
-            i_n = T.truncdiv(i_x, HV * NS)
-            v0 = i_x - i_n * (HV * NS)
+            i_g = T.truncdiv(i_x, HV * NS)
+            v0 = i_x - i_g * (HV * NS)
             i_hv = T.truncdiv(v0, NS)
             v0 = (v0 - i_hv * NS) * VR
-            i_b = T.if_then_else(cu_address != 0, 0, i_n)
-            # The contents of cu_seqlens are the caller's: whatever they are, no row outside [0, num_tokens) is touched.
+            # The sequence, and the segment of it; its bounds, then those of the segment.
+            i_n = T.alloc_var("int32", init=0)
+            i_s = T.alloc_var("int32", init=0)
             bos = T.alloc_var("int32", init=0)
             eos = T.alloc_var("int32", init=num_tokens)
             slot0 = T.alloc_var("int32", init=0)
-            slot0 = i_n * ((num_tokens + CHUNK - 1) // CHUNK)
             if cu_address != 0:
                 cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
-                bos = T.min(T.max(cu_seqlens[i_n * cu_stride], 0), num_tokens)
-                if i_n < num_seqs:
+                if i_g < segments:
+                    if search_steps == 0:
+                        i_n = i_g
+                    find_sequence(
+                        i_n,
+                        bos,
+                        eos,
+                        cu_seqlens,
+                        cu_stride,
+                        i_g,
+                        segment_chunks * CHUNK,
+                        num_tokens,
+                        num_seqs,
+                        search_steps,
+                    )
+                    i_s = i_g - T.truncdiv(bos, segment_chunks * CHUNK) - i_n
                     chunk_offsets = T.make_tensor_from_addr(chunk_offsets_address, (1 << 30,), "int32")
-                    eos = T.min(T.max(cu_seqlens[(i_n + 1) * cu_stride], bos), num_tokens)
                     slot0 = chunk_offsets[i_n]
-            length = eos - bos
-            num_chunks = T.if_then_else(i_n < num_seqs, (length + CHUNK - 1) // CHUNK, 0)
+                else:
+                    # What lies past the last sequence is zero.
+                    bos = T.min(T.max(cu_seqlens[num_seqs * cu_stride], 0), num_tokens)
+                    eos = bos
+                    for r in T.serial(((num_tokens - bos) * (VR // 8) + THREADS - 1) // THREADS):
+                        i = r * THREADS + tx
+                        if i < (num_tokens - bos) * (VR // 8):
+                            row = o_address + 2 * (
+                                (bos + i // (VR // 8)) * strides["o"][1] + i_hv * strides["o"][2] + v0
+                            )
+                            pad = T.make_tensor_from_addr(row, (VR,), dtype)
+                            for j in T.vectorized(8):
+                                pad[i % (VR // 8) * 8 + j] = T.cast(0.0, dtype)
+            else:
+                i_n = T.truncdiv(i_g, segments_per_row)
+                i_s = i_g - i_n * segments_per_row
+                slot0 = i_n * ((num_tokens + CHUNK - 1) // CHUNK)
+            i_b = T.if_then_else(cu_address != 0, 0, i_n)
+            slot0 += i_s * segment_chunks
+            bos += i_s * (segment_chunks * CHUNK)
+            length = T.alloc_var("int32")
+            length = T.if_then_else(i_s < 0, 0, T.max(T.min(eos - bos, segment_chunks * CHUNK), 0))
+            num_chunks = (length + CHUNK - 1) // CHUNK
+            # Behind the end of a sequence there may be slots of no segment.
+            exists = i_g < segments and (i_s == 0 or length > 0)
+            # The sequence whose end the segment holds.
+            ended = T.alloc_var("int32")
+            ended = T.if_then_else(exists and eos - bos == length, i_n, -1)
             # This head's first row of o.
             o0 = o_address + 2 * (i_b * strides["o"][0] + bos * strides["o"][1] + i_hv * strides["o"][2] + v0)
-
-            if i_n == num_seqs:
-                # Packed input: what lies past the last sequence is zero.
-                for r in T.serial((length * (VR // 8) + THREADS - 1) // THREADS):
-                    i = r * THREADS + tx
-                    if i < length * (VR // 8):
-                        pad = T.make_tensor_from_addr(o0 + 2 * (i // (VR // 8)) * strides["o"][1], (VR,), dtype)
-                        for j in T.vectorized(8):
-                            pad[i % (VR // 8) * 8 + j] = T.cast(0.0, dtype)
 
             if tx < PRODUCER:
                 if NW == 2:
@@ -197,11 +220,15 @@ def build(config: Config):
                 wg = tx // 128
                 T.clear(S)
                 slot = T.alloc_var("int32", init=-1)
-                if i_n < num_seqs:
-                    find_slot(slot, i_n, indices_address, indices_stride, pad_slot, num_slots)
-                if h0_address != 0 and slot >= 0:
-                    first = T.cast(slot, "int64") * h0_stride_n + i_hv * h0_stride_h
-                    load_state(S, h0_address, first, h0_type, state_v_first, v0, K, V)
+                if exists:
+                    if starts_address != 0:
+                        first = (T.cast(i_g, "int64") * HV + i_hv) * (V * K)
+                        load_state(S, starts_address, first, 0, 1, v0, K, V)
+                    else:
+                        find_slot(slot, i_n, indices_address, indices_stride, pad_slot, num_slots)
+                        if h0_address != 0 and slot >= 0:
+                            first = T.cast(slot, "int64") * h0_stride_n + i_hv * h0_stride_h
+                            load_state(S, h0_address, first, h0_type, state_v_first, v0, K, V)
                 # Hides from ptxas where S comes from; without it, it serializes every wgmma of the kernel (C7514).
                 T.warpgroup_fence_operand(S, num_regs=K // 2)
                 for i in T.serial(num_chunks):
@@ -255,9 +282,9 @@ def build(config: Config):
                 # anew: the loop has no register for it.
                 slot = -1
                 if ht_address != h0_address:
-                    slot = T.if_then_else(i_n < num_seqs, i_n, -1)
-                elif num_chunks > 0:
-                    find_slot(slot, i_n, indices_address, indices_stride, pad_slot, num_slots)
+                    slot = ended
+                elif num_chunks > 0 and ended >= 0:
+                    find_slot(slot, ended, indices_address, indices_stride, pad_slot, num_slots)
                 if ht_address != 0 and slot >= 0:
                     last = T.cast(slot, "int64") * ht_stride_n + i_hv * ht_stride_h
                     store_state_as(S, ht_address, last, ht_type, state_v_first, v0, K, V)
@@ -356,6 +383,7 @@ def build(config: Config):
 
 
 def state_loop(
+    config: Config,
     workspace: Workspace,
     v: torch.Tensor,
     o: torch.Tensor,
@@ -367,11 +395,14 @@ def state_loop(
     h: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     state_v_first: bool = False,
+    segment_chunks: int = 0,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """One launch, into o [B, T, HV, V], ht [N, HV, ...] and h [slots, HV, ...], for a token and a sequence at least.
 
     o and v as TMA can walk them; h0 and ht of a type in FLOAT_TYPE, each state dense, and pairs of its numbers aligned.
     ht may be h0, and o may be v. h0_indices: where in h0, a pool, each sequence has its state.
+    segment_chunks, starts: of segment_starts, where sequences are split; h0 is then read no more.
     """
     B, num_tokens, HV, _ = v.shape
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -379,12 +410,17 @@ def state_loop(
     if cu_seqlens is not None:
         # Of 64-bit counts the kernel reads the low words.
         cu_stride = cu_seqlens.stride(0) * cu_seqlens.element_size() // 4
-    config = pick_config(dtype_name(v), N * HV, num_sms(v.device.index), h is not None)
+    slots_per_row = -(-num_tokens // CHUNK)
+    if starts is None:
+        # A whole sequence is a segment with room for one chunk more: none begins behind it.
+        segments = N, slots_per_row + 1, 1, 0
+    else:
+        segments = starts.shape[0], segment_chunks, -(-slots_per_row // segment_chunks), N.bit_length()
     *tiles, chunk_offsets = workspace
     with on_device(v.device.index):
         _kernel(config)(
             *tiles, v, o,
-            address(o), N, address(cu_seqlens), cu_stride, address(chunk_offsets),
+            address(o), N, address(cu_seqlens), cu_stride, address(chunk_offsets), *segments, address(starts),
             *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), *state_arguments(ht), int(state_v_first),
             address(h), 0 if h is None else h.shape[0],
         )  # fmt: skip

@@ -1,6 +1,8 @@
-"""The state before every segment of a sequence, from what segment_states.py made of the segments.
+"""The state before every segment of a sequence, from what an operator's segment_states.py made of the segments.
 
     S_g = M_g S_g-1 + N_g       where exact[g] says that M counts; else S_g = N_g is there already
+
+Those before segments 0 and 1 are there already: M and exact of these two are not looked at.
 
 Grid (sequences * HV * V / 64): a CTA of one warpgroup goes through the segments of a sequence with 64 rows of S^T and writes them over
 N^T. The product is made of 16-bit halves of both, three of four: to 2^-16 of a number in bf16, and to 2^-25 of 1 in fp16, whose
@@ -13,11 +15,9 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher
 from flash_qla_tl.kernels.common.tensors import address
 from flash_qla_tl.kernels.common.walk import advance, bounds_of
-from flash_qla_tl.kernels.gated_delta_rule import segment_states
 
 THREADS, STAGES = 128, 2
 add_product = functools.partial(T.wgmma_gemm, clear_accum=False, policy=T.GemmWarpPolicy.FullRow)
@@ -35,7 +35,7 @@ def build(K: int, dtype: str):
     HV, V, segments = (T.dynamic(name) for name in ("HV", "V", "segments"))
 
     @T.prim_func
-    def gdn_segment_starts_kernel(
+    def segment_starts_kernel(
         starts: T.Tensor((segments, HV, V, K), accum),
         transfers: T.Tensor((segments, HV, 2, K, K), dtype),
         exact: T.Tensor((segments, HV), "int32"),
@@ -125,7 +125,7 @@ def build(K: int, dtype: str):
                     # All have read the stage that is filled next.
                     T.sync_threads()
 
-    return gdn_segment_starts_kernel
+    return segment_starts_kernel
 
 
 @functools.lru_cache
@@ -134,38 +134,21 @@ def _kernel(K: int, dtype: str):
     return launcher(build, K, dtype)
 
 
-def segment_starts(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    TPs: torch.Tensor,
-    factors: torch.Tensor,
+def fold_segments(
+    starts: torch.Tensor,
+    transfers: torch.Tensor,
+    exact: torch.Tensor,
     *,
-    segments: int,
-    segment_chunks: int,
-    h0: torch.Tensor | None,
-    h0_indices: torch.Tensor | None,
-    pad_slot_id: int,
+    num_seqs: int,
+    num_tokens: int,
     cu_seqlens: torch.Tensor | None,
-    state_v_first: bool,
-) -> torch.Tensor:
-    """-> [segments, HV, V, K] fp32: the state before each segment, h0 before the first of a sequence. Two launches."""
-    B, num_tokens, H, K = k.shape
-    HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
-    stride = 0 if cu_seqlens is None else cu_seqlens.stride(0) * cu_seqlens.element_size() // 4
-    slots_per_row = -(-num_tokens // CHUNK)
-    segments_per_row = -(-slots_per_row // segment_chunks)
-    empty = functools.partial(torch.empty, device=k.device)
-    starts = empty((segments, HV, V, K), dtype=torch.float32)
-    transfers = empty((segments, HV, 2, K, K), dtype=k.dtype)
-    exact = empty((segments, HV), dtype=torch.int32)
-    segment_states.kernel(K, dtype_name(k))(
-        k, v, TPs, factors, starts, transfers, exact,
-        HV // H, N, address(cu_seqlens), stride, slots_per_row, segment_chunks, segments_per_row, N.bit_length(),
-        *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), int(state_v_first),
-    )  # fmt: skip
-    _kernel(K, dtype_name(k))(
+    segment_chunks: int,
+    segments_per_row: int,
+) -> None:
+    """One launch: starts [segments, HV, V, K] fp32 comes as N^T and goes as S^T; transfers [segments, HV, 2, K, K] are M^T as the sum of
+    two 16-bit numbers, exact [segments, HV] int32. Segments of packed sequences lie where find_sequence says."""
+    cu_stride = 0 if cu_seqlens is None else cu_seqlens.stride(0) * cu_seqlens.element_size() // 4
+    _kernel(transfers.shape[-1], dtype_name(transfers))(
         starts, transfers, exact,
-        N, num_tokens, address(cu_seqlens), stride, segment_chunks, segments_per_row,
+        num_seqs, num_tokens, address(cu_seqlens), cu_stride, segment_chunks, segments_per_row,
     )  # fmt: skip
-    return starts
