@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
-from flash_qla_tl.testing import inputs, rel_l2
+from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, chunk_kda, kda_fwd
+from flash_qla_tl.testing import inputs, kda_inputs, rel_l2
 
 pytestmark = pytest.mark.gpu
 LIMIT = 0.008
@@ -154,3 +154,162 @@ def test_contents_that_make_no_sense(segments, cu):
     chunk_gated_delta_rule(**x, output_final_state=True)
     chunk_gated_delta_rule_fwd(**x, output_h=True)
     torch.cuda.synchronize()
+
+
+# Kimi Delta Attention
+
+
+@pytest.fixture(params=[(1, 64), (2, 128), (3, 64), (3, 128)], ids=str)
+def split(request, monkeypatch):
+    """Kimi Delta Attention in segments of so many chunks, a CTA carrying so many rows; split(False): whole from now on."""
+    from flash_qla_tl.kernels.kda import fwd
+    from flash_qla_tl.kernels.kda.state_loop import Config
+
+    chunks, rows = request.param
+
+    def choose(split):
+        def pick(dtype, work, emit):
+            return Config(64 if emit else rows, dtype, emit), chunks if split else max(work.longest, 1)
+
+        monkeypatch.setattr(fwd, "pick_config", pick)
+
+    choose(True)
+    return choose
+
+
+def kda(x, **options):
+    return chunk_kda(**x, output_final_state=True, backend="tilelang", **options)
+
+
+def channel_gates(x, decay):
+    """Log decay a token and channel: none, so slow that every segment counts, fast, heads of each, or channels of each."""
+    g = x["g"]
+    rates = {"none": [0.0], "slow": [0.003], "fast": [2.0], "heads": [0.0, 2.0, 0.003, 0.15]}.get(decay)
+    if rates is None:
+        rate = torch.logspace(-5, 1, g.shape[3], device=g.device)
+        rate = torch.stack([rate[torch.randperm(len(rate), device=g.device)] for _ in range(g.shape[2])])
+    else:
+        rate = torch.tensor(rates, device=g.device).repeat(g.shape[2])[: g.shape[2], None]
+    x["g"] = -rate * torch.rand_like(g)
+
+
+def gated(*args, decay="channels", **options):
+    options = {"K": 128, "h0_dtype": torch.float32, "device": "cuda", **options}
+    x = kda_inputs(*args, regime="zero", activations=False, **options)
+    channel_gates(x, decay)
+    return x
+
+
+@pytest.mark.parametrize("decay", ["none", "slow", "fast", "heads", "channels"])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if "=" not in name])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kda_same_as_whole(split, shape, decay, dtype):
+    x = gated(**SHAPES[shape], decay=decay, dtype=dtype)
+    exact = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in x.items()}
+    truth = chunk_kda(**exact, output_final_state=True, backend="torch")
+    if shape == "padded":  # what no sequence has may be anything
+        for name in ("q", "k", "v", "g", "beta"):
+            x[name][:, 570:] = torch.nan
+    found, again = kda(x), kda(x)
+    assert all(map(torch.equal, found, again))
+    assert not found[0][:, 570:].any() or shape != "padded"
+    split(False)
+    for ours, whole, expected in zip(found, kda(x), truth, strict=True):
+        assert rel_l2(ours, expected) < max(LIMIT, 1.2 * rel_l2(whole, expected))
+        # Each is as far from the truth, in its own direction.
+        assert rel_l2(ours, whole) < 6e-3
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("lengths", [None, [300, 0, 650]])
+def test_kda_states_of_chunks(split, lengths, state_v_first):
+    x = gated(2, 300, 2, 4, lengths=lengths, h0_dtype=torch.bfloat16, state_v_first=state_v_first)
+    if lengths:
+        x["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()
+    found = kda(x, return_intermediate_states=True)
+    split(False)
+    for ours, whole in zip(found, kda(x, return_intermediate_states=True), strict=True):
+        assert rel_l2(ours, whole) < 6e-3
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_kda_pool_in_place(split, state_v_first):
+    x = gated(H=2, HV=4, lengths=[300, 130, 0, 650], decay="slow", h0_dtype=None, state_v_first=state_v_first)
+    x |= {"initial_state_indices": torch.tensor([3, -1, 0, 1], dtype=torch.int32, device="cuda")}
+    pool = torch.randn(5, 4, 128, 128, device="cuda").to(torch.bfloat16)
+    pools = [pool.clone() for _ in range(2)]
+    outputs = []
+    for p in pools:
+        outputs += [chunk_kda(**x, initial_state=p, inplace_final_state=True, backend="tilelang")[0]]
+        split(False)
+    assert rel_l2(*pools) < 6e-3 and rel_l2(*outputs) < 6e-3
+    assert torch.equal(pools[0][[0, 2, 4]], pool[[0, 2, 4]])
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kda_forward_into_what_it_is_given(split, state_dtype):
+    """Everything inside, a strided result, the state in place."""
+    x = kda_inputs(
+        H=2, T=1000, lengths=[500, 1, 0, 400], K=128, h0_dtype=state_dtype, state_v_first=True, device="cuda"
+    )
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "lower_bound", "cu_seqlens")
+    found = []
+    for _ in range(2):
+        wide = torch.full((3, 1000, 4, 128), 7.0, dtype=torch.bfloat16, device="cuda")
+        state = x["initial_state"].clone()
+        given = {name: x[name] for name in names}
+        kda_fwd(**given, scale=0.1, out=wide[1:2, :, 1:3], initial_state=state, final_state=state)
+        assert (wide[::2] == 7).all() and (wide[1, :, ::3] == 7).all() and not wide[1, 901:, 1:3].any()
+        found.append((wide[1, :, 1:3], state))
+        split(False)
+    assert all(rel_l2(ours, whole) < 6e-3 for ours, whole in zip(*found, strict=True))
+    assert torch.equal(found[0][1][2], x["initial_state"][2])
+
+
+def test_kda_in_a_graph(split):
+    """Captured once; replayed with other values in the same tensors, the boundaries among them."""
+    x, other = (gated(H=1, HV=2, T=900, lengths=lengths) for lengths in ([500, 0, 63, 300], [1, 130, 700, 0]))
+    expected = [kda(y, return_intermediate_states=True) for y in (x, other)]  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kda(x, return_intermediate_states=True)
+    for source, results in zip(({**x}, other), expected, strict=True):
+        for name, y in source.items():
+            x[name].copy_(y)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, captured, results))
+
+
+@pytest.mark.parametrize(
+    "cu", [[0, 5000, 2000], [700, 100, 90000], [-5, 3, 640], [640, 640, 640], [500, 640, 0], [5, 1 << 30, -7]]
+)
+def test_kda_contents_that_make_no_sense(split, cu):
+    """Nothing outside of the tensors is touched, and nothing hangs."""
+    x = gated(1, 640, 1, 2, h0_dtype=None)
+    x["cu_seqlens"] = torch.tensor(cu, dtype=torch.int32, device="cuda")
+    wide = torch.full((3, 640, 2, 128), 7.0, dtype=torch.bfloat16, device="cuda")
+    chunk_kda(**x, out=wide[1:2], output_final_state=True, return_intermediate_states=True, backend="tilelang")
+    chunk_kda(**x, out=wide[1:2], output_final_state=True, backend="tilelang")
+    torch.cuda.synchronize()
+    assert (wide[::2] == 7).all()
+
+
+@pytest.mark.parametrize("lengths", [[8192], [16000, 3, 384]], ids=str)
+def test_kda_splits_by_itself(monkeypatch, lengths):
+    """Where that is picked, without a word from the caller; of several lengths the host has to know them."""
+    from flash_qla_tl.kernels.kda import fwd
+
+    x = gated(H=2, HV=4, lengths=lengths, decay="slow")
+    x["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()
+    picked = []
+
+    def whole(dtype, work, emit):
+        config, chunks = pick(dtype, work, emit)
+        picked.append(chunks < work.longest)
+        return config, work.longest
+
+    found, pick = kda(x), fwd.pick_config
+    monkeypatch.setattr(fwd, "pick_config", whole)
+    assert all(rel_l2(ours, whole) < 6e-3 for ours, whole in zip(found, kda(x), strict=True))
+    assert picked == [True]
