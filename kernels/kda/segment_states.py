@@ -12,7 +12,7 @@ The first segment of a sequence begins with h0 and needs no M.
 
 Grid (segments * HV * 2): CTA (g, head, 0 or 1) makes what is before segment g, N^T to starts[g] or M^T to transfers[g], as the sum of two
 16-bit numbers: a walk over the segment in front of it, in which every chunk is whole. Before the first of a sequence there is h0 itself.
-A CTA has all 128 rows: in two of 64 both would read the tiles of a chunk, and the L2 cache would be the limit.
+A CTA has all 128 rows: two of 64 would each read kd, kr and T of a chunk from the L2 cache.
 
     warps       work                                            waits on            signals
     STATE (8)   W, Vn, S of a chunk                             loaded t_ready      free
