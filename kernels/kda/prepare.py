@@ -202,6 +202,8 @@ def build(config: Config):
                 )  # fmt: skip
                 T.sync_threads()
                 T.barrier_wait(loaded[0], 0)
+                # The kernel behind this one may come as soon as there is room; it waits for what it reads.
+                T.pdl_trigger()
                 if valid < CHUNK:
                     device("qlk_zero_rows", smem(tiles[Q_IN, 0]), valid)
                     device("qlk_zero_rows", smem(tiles[K_IN, 0]), valid)

@@ -65,6 +65,7 @@ def build(dtype: str):
     ):  # fmt: skip
         with T.Kernel(segments * HV * 2, threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
+            T.pdl_trigger()
             kd_s = T.alloc_shared((STAGES, CHUNK, K), dtype)
             kr_s = T.alloc_shared((STAGES, CHUNK, K), dtype)
             v_s = T.alloc_shared((STAGES * ROWS, CHUNK), dtype)
@@ -100,6 +101,8 @@ def build(dtype: str):
             bos = T.alloc_var("int32", init=0)
             eos = T.alloc_var("int32", init=num_tokens)
             slot0 = T.alloc_var("int32")
+            # For prepare's offsets and workspace.
+            T.pdl_sync()
             if cu_address != 0:
                 cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
                 find_sequence(

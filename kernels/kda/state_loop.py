@@ -20,6 +20,9 @@ the last sequence. Two VR: 128 where segments x heads fill the card, 64 (the hea
     SPLIT (1)        T and P from the tile that holds both         a_loaded b_free                     tp_ready
     STORE (1)        O, the sequence's rows of it                  o_full                              o_free
 
+It is launched while the kernel before it ends: LOAD waits for that, and all do who read the offsets of packed chunks or the states of
+segments.
+
 Rows past a sequence's end are inert in the workspace: kd, qd, kr and P are zero there, and so are T's columns.
 """
 
@@ -166,6 +169,7 @@ def build(config: Config):
             if cu_address != 0:
                 cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
                 if i_g < segments:
+                    T.pdl_sync()
                     if search_steps == 0:
                         i_n = i_g
                     find_sequence(
@@ -222,6 +226,7 @@ def build(config: Config):
                 slot = T.alloc_var("int32", init=-1)
                 if exists:
                     if starts_address != 0:
+                        T.pdl_sync()
                         first = (T.cast(i_g, "int64") * HV + i_hv) * (V * K)
                         load_state(S, starts_address, first, 0, 1, v0, K, V)
                     else:
@@ -292,6 +297,7 @@ def build(config: Config):
                 if NW == 2:
                     T.set_max_nreg(40, 0)
                 if tx < PRODUCER + 32:
+                    T.pdl_sync()
                     for i in T.serial(num_chunks):
                         row = bos + i * CHUNK
                         # Within the workspace, whatever chunk_offsets holds.
