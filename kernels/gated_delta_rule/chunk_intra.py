@@ -100,8 +100,12 @@ def build(K: int, dtype: str):
         )
 
     @T.macro
-    def activate(gates, betas, valid, i_hv, lane, A_log_address, dt_bias_address, beta_range):
-        """What read_gates read, activated where that is asked for."""
+    def activate(gates, betas, valid, i_hv, lane, g_summed, A_log_address, dt_bias_address, beta_range):
+        """What read_gates read, each gate by itself where sums were read, activated where that is asked for."""
+        if g_summed != 0:
+            before = T.shfl_up(gates[1], 1)
+            gates[1] = T.if_then_else(2 * lane + 1 < valid, gates[1] - gates[0], 0.0)
+            gates[0] = T.if_then_else(2 * lane < valid, gates[0] - T.if_then_else(lane == 0, 0.0, before), 0.0)
         if A_log_address != 0:
             A_log = T.make_tensor_from_addr(A_log_address, (1 << 30,), accum)
             dt_bias = T.make_tensor_from_addr(dt_bias_address, (1 << 30,), accum)
@@ -131,7 +135,7 @@ def build(K: int, dtype: str):
         k: T.StridedTensor((B, num_tokens, H, K), (*strides["k"], 1), dtype),
         TPs: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
         factors: T.Tensor((slots, HV, NUM_FACTORS), accum),
-        g_address: T.int64, g_type: T.int32, g_stride_b: T.int64, g_stride_t: T.int64, g_stride_h: T.int64,
+        g_address: T.int64, g_type: T.int32, g_stride_b: T.int64, g_stride_t: T.int64, g_stride_h: T.int64, g_summed: T.int32,
         A_log_address: T.int64, dt_bias_address: T.int64,
         beta_address: T.int64, beta_type: T.int32, beta_stride_b: T.int64, beta_stride_t: T.int64, beta_stride_h: T.int64,
         beta_range: T.float32, norms: T.int32, scale: T.float32,
@@ -213,11 +217,11 @@ def build(K: int, dtype: str):
                         beta_address, beta_type, (beta_stride_b, beta_stride_t, beta_stride_h))  # fmt: skip
                 T.barrier_wait(loaded[0], 0)
                 if valid < CHUNK:
-                    # What the rows past the sequence's end hold is anybody's. Those of Q reach rows of P alone that nobody
-                    # reads.
+                    # What the rows past the sequence's end hold is anybody's.
                     for row in T.serial(valid, CHUNK):
                         if tx < K:
                             stage[0, row, tx] = T.cast(0.0, dtype)
+                            stage[1, row, tx] = T.cast(0.0, dtype)
                     T.fence_proxy_async()
                     T.sync_threads()
                 norm[0] = 1.0
@@ -239,7 +243,7 @@ def build(K: int, dtype: str):
                     scale_q[j] = norm_s[1, 2 * lane + j]
                 while e < heads:
                     i_hv = hv0 + e
-                    activate(gates, betas, valid, i_hv, lane, A_log_address, dt_bias_address, beta_range)
+                    activate(gates, betas, valid, i_hv, lane, g_summed, A_log_address, dt_bias_address, beta_range)
                     write_gates(own, warp, gates, betas, norm_k, scale_q, lane)
                     T.sync_warp()
                     if part == 0:
@@ -302,11 +306,12 @@ def chunk_intra(
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     beta_range: float,
+    g_summed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> T with P^T, and the gate factors, by slot. Fills A and g_cumsum where given, and rows of o, A and g_cumsum of no sequence.
 
     g (or None: no decay) and beta are fp32, bf16 or fp16 in any strides; A_log and dt_bias fp32 [HV] together or None; beta_range
-    is the factor of beta's sigmoid, 0 for none.
+    is the factor of beta's sigmoid, 0 for none. g_summed: g is the g_cumsum of an earlier call.
     """
     B, num_tokens, H, K = q.shape
     HV = beta.shape[2]
@@ -317,7 +322,7 @@ def chunk_intra(
     heads = heads_per_cta(HV // H, slots * HV, num_sms(q.device.index))
     _kernel(K, dtype_name(q))(
         q, k, TPs, factors,
-        address(g), 0 if g is None else FLOAT_TYPE[g.dtype], *((0, 0, 0) if g is None else g.stride()),
+        address(g), 0 if g is None else FLOAT_TYPE[g.dtype], *((0, 0, 0) if g is None else g.stride()), int(g_summed),
         address(A_log), address(dt_bias),
         address(beta), FLOAT_TYPE[beta.dtype], *beta.stride(), beta_range, int(use_qk_l2norm), scale,
         N, N.bit_length(), HV // H, heads, {1: 4, 2: 2}.get(heads, 1), HV // heads,

@@ -18,6 +18,7 @@ from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launch
 from flash_qla_tl.kernels.common.tensors import address
 from flash_qla_tl.kernels.common.walk import advance, bounds_of
 from flash_qla_tl.kernels.gated_delta_rule import segment_states
+from flash_qla_tl.kernels.gated_delta_rule.segments import Segments
 
 THREADS, STAGES = 128, 2
 add_product = functools.partial(T.wgmma_gemm, clear_accum=False, policy=T.GemmWarpPolicy.FullRow)
@@ -150,32 +151,35 @@ def segment_starts(
     TPs: torch.Tensor,
     factors: torch.Tensor,
     *,
-    segments: int,
-    segment_chunks: int,
+    cut: Segments,
     h0: torch.Tensor | None,
-    h0_indices: torch.Tensor | None,
-    pad_slot_id: int,
     cu_seqlens: torch.Tensor | None,
     state_v_first: bool,
+    h0_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
+    q: torch.Tensor | None = None,
+    do: torch.Tensor | None = None,
+    dht: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """-> [segments, HV, V, K] fp32: the state before each segment, h0 before the first of a sequence. Two launches."""
+    """-> [segments, HV, V, K] fp32: the state before each segment, h0 before the first of a sequence; with q and do, in as many
+    more, the gradient with respect to the state behind each, dht behind the last of a sequence. Two launches."""
     B, num_tokens, H, K = k.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     stride = 0 if cu_seqlens is None else cu_seqlens.stride(0) * cu_seqlens.element_size() // 4
-    slots_per_row = -(-num_tokens // CHUNK)
-    segments_per_row = -(-slots_per_row // segment_chunks)
     empty = functools.partial(torch.empty, device=k.device)
-    starts = empty((segments, HV, V, K), dtype=torch.float32)
-    transfers = empty((segments, HV, 2, K, K), dtype=k.dtype)
-    exact = empty((segments, HV), dtype=torch.int32)
+    states = cut.number if do is None else 2 * cut.number
+    starts = empty((states, HV, V, K), dtype=torch.float32)
+    transfers = empty((cut.number, HV, 2, K, K), dtype=k.dtype)
+    exact = empty((states, HV), dtype=torch.int32)
     segment_states.kernel(K, dtype_name(k))(
-        k, v, TPs, factors, starts, transfers, exact,
-        HV // H, N, address(cu_seqlens), stride, slots_per_row, segment_chunks, segments_per_row, N.bit_length(),
-        *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), int(state_v_first),
+        # What is not given is not read.
+        k if q is None else q, k, v, v if do is None else do, TPs, factors, starts, transfers, exact,
+        HV // H, N, address(cu_seqlens), stride, -(-num_tokens // CHUNK), cut.chunks, cut.per_row, cut.search_steps,
+        *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), *state_arguments(dht), int(state_v_first),
     )  # fmt: skip
     _kernel(K, dtype_name(k))(
         starts, transfers, exact,
-        N, num_tokens, address(cu_seqlens), stride, segment_chunks, segments_per_row,
+        N, num_tokens, address(cu_seqlens), stride, cut.chunks, cut.per_row,
     )  # fmt: skip
     return starts

@@ -202,7 +202,14 @@ def build(K: int, dtype: str):
                         S[a, b] = T.if_then_else(r0 + a == b, T.float32(1.0), T.float32(0.0))
                 if begins:
                     at = T.alloc_var("int32")
-                    find_slot(at, i_n, T.if_then_else(reverse, T.int64(0), indices_address), indices_stride, pad_slot, num_slots)
+                    find_slot(
+                        at,
+                        i_n,
+                        T.if_then_else(reverse, T.int64(0), indices_address),
+                        indices_stride,
+                        pad_slot,
+                        num_slots,
+                    )
                     state = T.if_then_else(reverse, dht_address, h0_address)
                     if state != 0 and at >= 0:
                         first = T.cast(at, "int64") * T.if_then_else(
