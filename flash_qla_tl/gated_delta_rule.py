@@ -418,6 +418,8 @@ def chunk_gated_delta_rule_bwd(
     cu_seqlens: Tensor | None = None,
     state_v_first: bool = False,
     auto_cp: bool = True,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
 ) -> ChunkGatedDeltaRuleBwd:
     """The backward of :func:`chunk_gated_delta_rule_fwd`.
 
@@ -450,6 +452,7 @@ def chunk_gated_delta_rule_bwd(
         scale=scale,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
         state_v_first=state_v_first,
         dht=dht,
     )
@@ -459,6 +462,7 @@ def chunk_gated_delta_rule_bwd(
     if on_kernels(OPERATOR, target.refusal(q, k, v), q, "auto"):
         from flash_qla_tl.kernels.gated_delta_rule.chunk_bwd import chunk_bwd
 
+        num_chunks, longest = count_chunks(cu_seqlens_cpu)
         out = chunk_bwd(
             q,
             k,
@@ -472,11 +476,15 @@ def chunk_gated_delta_rule_bwd(
             h0=initial_state,
             cu_seqlens=cu_seqlens,
             state_v_first=state_v_first,
+            num_chunks=num_chunks,
+            longest=longest,
+            auto_cp=auto_cp,
         )
         return ChunkGatedDeltaRuleBwd(*out)
 
     h0, dht = k_first(initial_state, state_v_first), k_first(dht, state_v_first)
-    dq, dk, dv, db, dg, dh0 = chunked_bwd(q, k, v, g, beta, do, dht, scale, h0, cu_seqlens)
+    boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    dq, dk, dv, db, dg, dh0 = chunked_bwd(q, k, v, g, beta, do, dht, scale, h0, boundaries)
     return ChunkGatedDeltaRuleBwd(dq, dk, dv, db, dg, k_first(dh0, state_v_first))
 
 
@@ -567,11 +575,27 @@ def _training_fwd(q, k, v, g, beta, h0, A_log, dt_bias, cu_seqlens, options):
 
 def _training_bwd(do, dht, g_cumsum, A, q, k, v, g, beta, h0, A_log, dt_bias, cu_seqlens, options, sums=True):
     """Gradients of the eight inputs, those of A_log and dt_bias with ``sums``; g is read with A_log only."""
+    from flash_qla_tl.kernels.gated_delta_rule.chunk_bwd import chunk_bwd
+
     if do is None:
         do = torch.zeros_like(v)
     active = _activated(q, k, beta, cu_seqlens, options)
-    dq, dk, dv, db, dg, dh0 = chunk_gated_delta_rule_bwd(
-        active[0], active[1], v, g_cumsum, active[2], A, do, dht, options.scale, h0, cu_seqlens, options.state_v_first
+    dq, dk, dv, db, dg, dh0 = chunk_bwd(
+        active[0],
+        active[1],
+        v,
+        g_cumsum,
+        active[2],
+        A,
+        do,
+        dht=dht,
+        scale=options.scale,
+        h0=h0,
+        cu_seqlens=cu_seqlens,
+        state_v_first=options.state_v_first,
+        num_chunks=options.num_chunks,
+        longest=options.longest,
+        auto_cp=options.auto_cp,
     )
     del active
     dA_log = ddt_bias = None
@@ -617,7 +641,7 @@ def _op_fwd(*, cu_seqlens, cu_seqlens_cpu, **given):
 
 def _op_bwd(do, dht, g_cumsum, A, *, cu_seqlens, cu_seqlens_cpu, **given):
     tensors = [given.pop(x) for x in custom_ops.TENSORS]
-    return _training_bwd(do, dht, g_cumsum, A, *tensors, cu_seqlens, _Options.of(None, None, **given))
+    return _training_bwd(do, dht, g_cumsum, A, *tensors, cu_seqlens, _Options.of(*count_chunks(cu_seqlens_cpu), **given))
 
 
 _op = custom_ops.define(

@@ -99,7 +99,24 @@ def chunk_fwd(
     )
 
 
-def chunk_bwd(q, k, v, g_cumsum, beta, A, do, *, dht=None, scale, h0=None, cu_seqlens=None, state_v_first=False):
+def chunk_bwd(
+    q,
+    k,
+    v,
+    g_cumsum,
+    beta,
+    A,
+    do,
+    *,
+    dht=None,
+    scale,
+    h0=None,
+    cu_seqlens=None,
+    state_v_first=False,
+    num_chunks=None,
+    longest=None,
+    auto_cp=True,
+):
     layout = (lambda x: None if x is None else x.mT) if state_v_first else (lambda x: x)
     rounded = lambda x: x.to(q.dtype).float()  # noqa: E731
     *grads, dh0 = chunked_bwd(q, k, v, g_cumsum, beta, do, layout(dht), scale, layout(h0), cu_seqlens, operand=rounded)

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("tilelang")
 
+from flash_qla_tl.kernels.common.segments import Lengths  # noqa: E402
 from flash_qla_tl.kernels.gated_delta_rule import chunk_bwd, chunk_fwd, chunk_intra, chunk_states  # noqa: E402
 from flash_qla_tl.kernels.kda import fwd, prepare, state_loop  # noqa: E402
 
@@ -13,9 +14,7 @@ SMS = 132
 
 
 def pick(heads, K=128, V=128, dtype="bfloat16", num_sms=SMS, emit=False, chunks=32, split=False, rows=1, total=None):
-    lengths = chunk_fwd.Lengths(
-        rows, total or rows * chunks, chunks
-    )  # chunks: of the longest; all of them: nobody knows
+    lengths = Lengths(rows, total or rows * chunks, chunks)  # chunks: of the longest; all of them: nobody knows
     return chunk_fwd.pick_config(K, V, dtype, heads, lengths, num_sms, emit, split)
 
 
@@ -93,8 +92,8 @@ def test_a_cta_takes_a_group_where_that_fills_the_card():
 
 def pick_kda(heads, chunks=32, rows=1, longest=None, total=None, num_sms=SMS, dtype="bfloat16", emit=False):
     """chunks: of every sequence. longest, total: where they differ; longest is the total where nobody knows."""
-    work = fwd.Work(heads, rows, total or rows * chunks, longest or total or chunks, num_sms)
-    return fwd.pick_config(dtype, work, emit)
+    lengths = Lengths(rows, total or rows * chunks, longest or total or chunks)
+    return fwd.pick_config(dtype, heads, lengths, num_sms, emit)
 
 
 @pytest.mark.parametrize("emit", [False, True])

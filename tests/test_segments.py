@@ -168,8 +168,8 @@ def split(request, monkeypatch):
     chunks, rows = request.param
 
     def choose(split):
-        def pick(dtype, work, emit):
-            return Config(64 if emit else rows, dtype, emit), chunks if split else max(work.longest, 1)
+        def pick(dtype, HV, lengths, num_sms, emit):
+            return Config(64 if emit else rows, dtype, emit), chunks if split else max(lengths.longest, 1)
 
         monkeypatch.setattr(fwd, "pick_config", pick)
 
@@ -304,10 +304,10 @@ def test_kda_splits_by_itself(monkeypatch, lengths):
     x["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()
     picked = []
 
-    def whole(dtype, work, emit):
-        config, chunks = pick(dtype, work, emit)
-        picked.append(chunks < work.longest)
-        return config, work.longest
+    def whole(dtype, HV, lengths, num_sms, emit):
+        config, chunks = pick(dtype, HV, lengths, num_sms, emit)
+        picked.append(chunks < lengths.longest)
+        return config, lengths.longest
 
     found, pick = kda(x), fwd.pick_config
     monkeypatch.setattr(fwd, "pick_config", whole)

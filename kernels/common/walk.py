@@ -39,6 +39,38 @@ def find_sequence(
 
 
 @T.macro
+def find_segment(
+    i_n: T.Ref,
+    i_s: T.Ref,
+    bos: T.Ref,
+    eos: T.Ref,
+    i_g,
+    cu_address,
+    cu_stride,
+    segment_chunks,
+    segments_per_row,
+    num_tokens,
+    num_seqs,
+    search_steps,
+):
+    """Slot i_g of segments: which sequence, which of its segments, and the sequence's bounds; these come as 0 and num_tokens, i_n as 0.
+
+    With no step to search every sequence is one segment. Behind a sequence's end, and with contents of cu_seqlens that make no
+    sense before its begin, there may be slots of no segment.
+    """
+    if cu_address != 0:
+        if search_steps == 0:
+            i_n = i_g
+        cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
+        tokens = segment_chunks * 64
+        find_sequence(i_n, bos, eos, cu_seqlens, cu_stride, i_g, tokens, num_tokens, num_seqs, search_steps)
+        i_s = i_g - T.truncdiv(bos, tokens) - i_n  # noqa: F841 (it is the caller's)
+    else:
+        i_n = T.truncdiv(i_g, segments_per_row)
+        i_s = i_g - i_n * segments_per_row  # noqa: F841
+
+
+@T.macro
 def find_slot(slot: T.Ref, i_n, address, stride, pad_slot, num_slots):
     """slot = where in the tensor of states sequence i_n has its own: i_n, or what the indices at an address say; -1 if nowhere.
 

@@ -39,9 +39,13 @@ import torch
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import LOG2E
+from flash_qla_tl.kernels.common.segments import Lengths, Segments
+from flash_qla_tl.kernels.common.state_pool import state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, num_sms, on_device
-from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, address, constants, state_rows, tma_ready
+from flash_qla_tl.kernels.common.tensors import address, constants, state_rows, tma_ready
 from flash_qla_tl.kernels.gated_delta_rule import chunk_states
+from flash_qla_tl.kernels.gated_delta_rule.chunk_intra import chunk_intra, cu_stride
+from flash_qla_tl.kernels.gated_delta_rule.segment_states import segment_starts
 
 ROW_POLICY = T.GemmWarpPolicy.FullRow
 PASS_CONFIGS = {
@@ -627,9 +631,15 @@ def chunk_bwd(
     h0: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     state_v_first: bool = False,
+    num_chunks: int | None = None,
+    longest: int | None = None,
+    auto_cp: bool = True,
 ) -> ChunkBwd:
-    """Two launches for arguments that were checked at the door. g_cumsum and A are the forward's; dg is with respect to
-    the gates before they were summed; dh0 is fp32."""
+    """Two launches, five where sequences are split into segments (auto_cp), for arguments that were checked at the door.
+
+    g_cumsum and A are the forward's; dg is with respect to the gates before they were summed; dh0 is fp32.
+    num_chunks, longest: of packed input, chunks of all sequences and of the longest one, where the caller knows them.
+    """
     B, num_tokens, H, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -655,31 +665,50 @@ def chunk_bwd(
     slots = B * slots_per_row if cu_seqlens is None else num_tokens // CHUNK + N
     h, dh = (empty((slots, HV, V, K), dtype=q.dtype) for _ in range(2))
     chunks = end = None
-    cu_stride = 0
     if cu_seqlens is not None:
         chunks = empty((slots, 2), dtype=torch.int32)
         end = cu_seqlens[-1:]
-        # The low words of 64-bit counts.
-        cu_stride = cu_seqlens.stride(0) * (1 if cu_seqlens.dtype == torch.int32 else 2)
     device = q.device.index
     sms = num_sms(device)
-    states = chunk_states.kernel(chunk_states.pick_config(K, V, dtype_name(q), N * HV, sms))
+    lengths = Lengths.of(N, num_tokens, cu_seqlens is not None, num_chunks, longest)
+    config, segment = chunk_states.pick_config(K, V, dtype_name(q), HV, lengths, sms, auto_cp)
+    cut = Segments.of(segment, lengths, num_tokens, cu_seqlens is not None)
+    starts = None
     with on_device(device):
-        states(
+        if cut.split:
+            # The rows of dv of no sequence become zero here too: chunk_intra's is a forward, with an output.
+            TPs, factors = chunk_intra(
+                q,
+                k,
+                None if g_cumsum is None else g,
+                beta_,
+                scale,
+                dv,
+                slots=slots,
+                cu_seqlens=cu_seqlens,
+                A=None,
+                g_cumsum=None,
+                use_qk_l2norm=False,
+                A_log=None,
+                dt_bias=None,
+                beta_range=0.0,
+                g_summed=g_cumsum is not None,
+            )
+            starts = segment_starts(
+                k, v, TPs, factors,
+                cut=cut, h0=h0, cu_seqlens=cu_seqlens, state_v_first=state_v_first, q=q, do=do, dht=dht,
+            )  # fmt: skip
+        chunk_states.kernel(config)(
             q, k, v, do, A, g, beta_, h, dh,
-            N, HV // H, address(cu_seqlens), cu_stride, scale, slots_per_row,
-            *_state_arguments(h0), *_state_arguments(dht), address(dh0), int(state_v_first), address(chunks),
+            N, HV // H, address(cu_seqlens), cu_stride(cu_seqlens), scale, slots_per_row,
+            cut.number, cut.chunks, cut.per_row, cut.search_steps, address(starts),
+            *state_arguments(h0), *state_arguments(dht), address(dh0), int(state_v_first), address(chunks),
         )  # fmt: skip
         kernel(Config(K, V, dtype_name(q)))(
             q, k, v, do, A, g, beta_, h, dh, dq, dk, dv, db, dg,
             min(sms, slots * H), HV // H, scale, slots_per_row, address(chunks), address(end),
         )  # fmt: skip
     return ChunkBwd(dq, dk, dv, db.to(beta.dtype), None if g_cumsum is None else dg.to(g_cumsum.dtype), dh0)
-
-
-def _state_arguments(x: torch.Tensor | None) -> tuple[int, int, int, int]:
-    """Address, type and strides of an optional state."""
-    return (0, 0, 0, 0) if x is None else (x.data_ptr(), FLOAT_TYPE[x.dtype], *x.stride()[:2])
 
 
 @functools.lru_cache

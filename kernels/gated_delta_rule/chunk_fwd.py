@@ -35,23 +35,17 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS, device_source
+from flash_qla_tl.kernels.common.segments import Lengths, Segments, pick
 from flash_qla_tl.kernels.common.state_pool import read_slots, slot_arguments, state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, num_sms, on_device
 from flash_qla_tl.kernels.common.tensors import address, readable, state_rows, tma_ready
-from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state, store_state, store_state_as
+from flash_qla_tl.kernels.common.walk import advance, find_segment, find_slot, load_state, store_state, store_state_as
 from flash_qla_tl.kernels.gated_delta_rule.chunk_intra import chunk_intra, cu_stride
 from flash_qla_tl.kernels.gated_delta_rule.segment_states import segment_starts
 
 STAGES = 3
-# A chunk's time on an H200 with all SMs busy, K = V = 128, by VR.
-STEP_US = {64: 1.2, 128: 1.8}
-# Before the first chunk of a segment, the state and the tiles being on their way.
-START_US = 6.0
-# Of the states before segments: two launches, with the few chunks that heads which decay take; a chunk of those which do not, two CTAs on
-# an SM; a CTA more; a segment in segment_starts. The share of heads that is taken not to decay; all, where lengths are not known.
-BEFORE_US, EXACT_US, CTA_US, FOLD_US, EXACT_SHARE = 20.0, 0.9, 0.015, 1.5, 0.25
-# The shortest segment, and the most of a sequence.
-MIN_SEGMENT, MAX_PARTS = 8, 32
+# On an H200 with all SMs busy: a chunk, K = V = 128, by VR; the two launches before a walk in segments.
+STEP_US, BEFORE_US = {64: 1.2, 128: 1.8}, 20.0
 # c = a b^T and c += a b on the tensor cores, each warp with its 16 rows; and a function of chunk_tile.cuh.
 product = functools.partial(T.wgmma_gemm, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
 add_product = functools.partial(T.wgmma_gemm, clear_accum=False, policy=T.GemmWarpPolicy.FullRow)
@@ -62,22 +56,6 @@ PASS_CONFIGS = {
     # Every access is guarded here by the sequence's own bounds; the pass would guard by the tensors' on top.
     tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
 }
-
-
-class Lengths(NamedTuple):
-    """What the host knows of the sequences, in chunks."""
-
-    number: int
-    total: int
-    longest: int  # at most: the total, where nobody said
-
-    @property
-    def equal(self) -> bool:
-        return self.total == self.longest * self.number
-
-    @property
-    def known(self) -> bool:
-        return self.equal or self.longest < self.total
 
 
 @dataclass(frozen=True)
@@ -99,50 +77,10 @@ class Config:
 def pick_config(
     K: int, V: int, dtype: str, HV: int, lengths: Lengths, num_sms: int, emit: bool, split: bool
 ) -> tuple[Config, int]:
-    """-> the variant, and the chunks of a segment: what takes least time.
-
-    A head is split over two CTAs where that fills the card better. Sequences are split (if `split`) into segments of a length where
-    that gains more than the states before the segments may cost.
-    """
-    rows = (64,) if V == 64 or emit else (64, 128)
-    best, VR, chunks = min((_whole_us(lengths, HV * V // VR, VR, num_sms), VR, max(lengths.longest, 1)) for VR in rows)
-    for parts in range(2, MAX_PARTS + 1) if split else ():
-        c = -(-lengths.longest // parts)
-        before = _before_us(HV * (K + V) // 64, lengths, c, parts, num_sms)
-        for x in rows if c >= MIN_SEGMENT else ():
-            us = _segments_us(lengths, HV * V // x, x, c, num_sms) + before
-            if us < best:
-                best, VR, chunks = us, x, c
+    """-> the variant, and the chunks of a segment. `split`: whether sequences may be cut into segments."""
+    step_us = {64: STEP_US[64]} if V == 64 or emit else STEP_US
+    VR, chunks = pick(step_us, HV * V, BEFORE_US, HV * (K + V) // 64, lengths, num_sms, split)
     return Config(K, VR, dtype, emit), chunks
-
-
-def _whole_us(lengths: Lengths, heads: int, VR: int, num_sms: int) -> float:
-    """Of a walk over whole sequences; heads: CTAs a sequence."""
-    mean = -(-lengths.total // lengths.number)
-    equal = STEP_US[VR] * mean * -(-lengths.number * heads // num_sms)
-    if lengths.equal:
-        return equal
-    if lengths.known:
-        # All SMs are busy until the longest begins, at worst.
-        return STEP_US[VR] * (lengths.total * heads / num_sms + lengths.longest)
-    # The more they are, the less is lost by one that is twice as long as the others and comes last.
-    uneven = STEP_US[VR] * (lengths.total * heads / num_sms + 2 * mean)
-    return equal + (uneven - equal) / lengths.number
-
-
-def _segments_us(lengths: Lengths, heads: int, VR: int, segment: int, num_sms: int) -> float:
-    """Of a walk in segments of so many chunks."""
-    if lengths.equal:
-        segments = lengths.number * -(-lengths.longest // segment)
-        return (STEP_US[VR] * segment + START_US) * -(-segments * heads // num_sms)
-    return (STEP_US[VR] + START_US / segment) * (lengths.total * heads / num_sms + segment)
-
-
-def _before_us(blocks: int, lengths: Lengths, segment: int, parts: int, num_sms: int) -> float:
-    """Of the states before segments; blocks: CTAs a segment, of which those of heads which decay are short."""
-    exact = blocks * (EXACT_SHARE if lengths.known else 1)
-    walk = BEFORE_US + EXACT_US * (segment + lengths.total * exact / 2 / num_sms)
-    return walk + CTA_US * lengths.number * parts * blocks + FOLD_US * parts
 
 
 def configs() -> list[Config]:
@@ -234,26 +172,20 @@ def build(config: Config):
             i_s = T.alloc_var("int32")
             bos = T.alloc_var("int32", init=0)
             eos = T.alloc_var("int32", init=num_tokens)
-            if cu_address != 0:
-                if search_steps == 0:
-                    i_n = i_g
-                cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
-                find_sequence(
-                    i_n,
-                    bos,
-                    eos,
-                    cu_seqlens,
-                    cu_stride,
-                    i_g,
-                    segment_chunks * CHUNK,
-                    num_tokens,
-                    num_seqs,
-                    search_steps,
-                )
-                i_s = i_g - T.truncdiv(bos, segment_chunks * CHUNK) - i_n
-            else:
-                i_n = T.truncdiv(i_g, segments_per_row)
-                i_s = i_g - i_n * segments_per_row
+            find_segment(
+                i_n,
+                i_s,
+                bos,
+                eos,
+                i_g,
+                cu_address,
+                cu_stride,
+                segment_chunks,
+                segments_per_row,
+                num_tokens,
+                num_seqs,
+                search_steps,
+            )
             i_b = T.if_then_else(cu_address != 0, 0, i_n)
             slot0 = T.alloc_var("int32")
             slot0 = T.if_then_else(cu_address != 0, bos // CHUNK + i_n, i_n * slots_per_row) + i_s * segment_chunks
@@ -529,14 +461,9 @@ def chunk_fwd(
         return ChunkFwd(o, ht, A, g_cumsum, h)
 
     device = q.device.index
-    total = B * slots_per_row if num_chunks is None else num_chunks
-    lengths = Lengths(N, total, slots_per_row if longest is None else longest)
-    config, segment_chunks = pick_config(K, V, dtype_name(q), HV, lengths, num_sms(device), output_h, auto_cp)
-    split = segment_chunks < lengths.longest
-    segments_per_row = -(-slots_per_row // segment_chunks)
-    segments = (
-        B * segments_per_row if cu_seqlens is None else num_tokens // (segment_chunks * CHUNK) + N if split else N
-    )
+    lengths = Lengths.of(N, num_tokens, cu_seqlens is not None, num_chunks, longest)
+    config, chunks = pick_config(K, V, dtype_name(q), HV, lengths, num_sms(device), output_h, auto_cp)
+    cut = Segments.of(chunks, lengths, num_tokens, cu_seqlens is not None)
     starts = None
     with on_device(device):
         TPs, factors = chunk_intra(
@@ -555,17 +482,16 @@ def chunk_fwd(
             dt_bias=dt_bias,
             beta_range=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
         )
-        if split:
+        if cut.split:
             starts = segment_starts(
                 k, v, TPs, factors,
-                segments=segments, segment_chunks=segment_chunks, h0=h0, h0_indices=h0_indices, pad_slot_id=pad_slot_id,
-                cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+                cut=cut, h0=h0, h0_indices=h0_indices, pad_slot_id=pad_slot_id, cu_seqlens=cu_seqlens,
+                state_v_first=state_v_first,
             )  # fmt: skip
         _kernel(config)(
             q, k, v, out, TPs, factors,
             address(out), N, HV // H, address(cu_seqlens), cu_stride(cu_seqlens), slots_per_row,
-            # A whole sequence is a segment with room for one chunk more: none begins behind it.
-            segments, segment_chunks if split else slots_per_row + 1, segments_per_row, N.bit_length() if split else 0, address(starts),
+            cut.number, cut.chunks, cut.per_row, cut.search_steps, address(starts),
             *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), *state_arguments(ht), int(state_v_first),
             address(h), B * h_slots, h_slots, address(chunk_offsets),
         )  # fmt: skip

@@ -80,9 +80,9 @@ def build(K: int, dtype: str):
     @T.macro
     def make_table(
         tables, warp, i_b, t0, valid, i_hv, lane,
-        g_address, g_type, g_strides, A_log_address, dt_bias_address, beta_address, beta_type, beta_strides, beta_range,
+        g_address, g_type, g_strides, g_summed, A_log_address, dt_bias_address, beta_address, beta_type, beta_strides, beta_range,
     ):  # fmt: skip
-        """The gate table of a value head, by one warp: g and beta read, and activated where that is asked for."""
+        """The gate table of a value head, by one warp: g (each by itself, where sums are read) and beta, activated where asked for."""
         gates = T.alloc_local((2,), accum)
         betas = T.alloc_local((2,), accum)
         g_bytes = T.if_then_else(g_type == 0, 4, 2)
@@ -104,6 +104,10 @@ def build(K: int, dtype: str):
             valid,
             lane,
         )
+        if g_summed != 0:
+            before = T.shfl_up(gates[1], 1)
+            gates[1] = T.if_then_else(2 * lane + 1 < valid, gates[1] - gates[0], 0.0)
+            gates[0] = T.if_then_else(2 * lane < valid, gates[0] - T.if_then_else(lane == 0, 0.0, before), 0.0)
         if A_log_address != 0:
             A_log = T.make_tensor_from_addr(A_log_address, (1 << 30,), accum)
             dt_bias = T.make_tensor_from_addr(dt_bias_address, (1 << 30,), accum)
@@ -134,7 +138,7 @@ def build(K: int, dtype: str):
         k: T.StridedTensor((B, num_tokens, H, K), (*strides["k"], 1), dtype),
         TPs: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
         factors: T.Tensor((slots, HV, NUM_FACTORS), accum),
-        g_address: T.int64, g_type: T.int32, g_stride_b: T.int64, g_stride_t: T.int64, g_stride_h: T.int64,
+        g_address: T.int64, g_type: T.int32, g_stride_b: T.int64, g_stride_t: T.int64, g_stride_h: T.int64, g_summed: T.int32,
         A_log_address: T.int64, dt_bias_address: T.int64,
         beta_address: T.int64, beta_type: T.int32, beta_stride_b: T.int64, beta_stride_t: T.int64, beta_stride_h: T.int64,
         beta_range: T.float32, norms: T.int32, scale: T.float32,
@@ -215,15 +219,15 @@ def build(K: int, dtype: str):
                 e = T.truncdiv(warp, split)
                 part = warp - e * split
                 if part == 0 and e < heads:
-                    make_table(tables, warp, i_b, t0, valid, hv0 + e, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h),
+                    make_table(tables, warp, i_b, t0, valid, hv0 + e, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h), g_summed,
                         A_log_address, dt_bias_address, beta_address, beta_type, (beta_stride_b, beta_stride_t, beta_stride_h), beta_range)  # fmt: skip
                 T.barrier_wait(loaded[0], 0)
                 if valid < CHUNK:
-                    # What the rows past the sequence's end hold is anybody's. Those of Q reach rows of P alone that nobody
-                    # reads.
+                    # What the rows past the sequence's end hold is anybody's.
                     for row in T.serial(valid, CHUNK):
                         if tx < K:
                             stage[0, row, tx] = T.cast(0.0, dtype)
+                            stage[1, row, tx] = T.cast(0.0, dtype)
                     T.fence_proxy_async()
                     T.sync_threads()
                 norm[0] = 1.0
@@ -276,7 +280,7 @@ def build(K: int, dtype: str):
                     # More heads than warps, none of which then shares its head.
                     e += at_once
                     if e < heads:
-                        make_table(tables, warp, i_b, t0, valid, hv0 + e, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h),
+                        make_table(tables, warp, i_b, t0, valid, hv0 + e, lane, g_address, g_type, (g_stride_b, g_stride_t, g_stride_h), g_summed,
                             A_log_address, dt_bias_address, beta_address, beta_type, (beta_stride_b, beta_stride_t, beta_stride_h), beta_range)  # fmt: skip
                         T.sync_warp()
 
@@ -310,11 +314,12 @@ def chunk_intra(
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     beta_range: float,
+    g_summed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> T with P^T, and the gate factors, by slot. Fills A and g_cumsum where given, and rows of o, A and g_cumsum of no sequence.
 
     g (or None: no decay) and beta are fp32, bf16 or fp16 in any strides; A_log and dt_bias fp32 [HV] together or None; beta_range
-    is the factor of beta's sigmoid, 0 for none.
+    is the factor of beta's sigmoid, 0 for none. g_summed: g is the g_cumsum of an earlier call.
     """
     B, num_tokens, H, K = q.shape
     HV = beta.shape[2]
@@ -326,7 +331,7 @@ def chunk_intra(
     depth = -(-(slots + (cu_seqlens is not None)) // N)
     _kernel(K, dtype_name(q))(
         q, k, TPs, factors,
-        address(g), 0 if g is None else FLOAT_TYPE[g.dtype], *((0, 0, 0) if g is None else g.stride()),
+        address(g), 0 if g is None else FLOAT_TYPE[g.dtype], *((0, 0, 0) if g is None else g.stride()), int(g_summed),
         address(A_log), address(dt_bias),
         address(beta), FLOAT_TYPE[beta.dtype], *beta.stride(), beta_range, int(use_qk_l2norm), scale,
         N, N.bit_length(), HV // H, heads, {1: 4, 2: 2}.get(heads, 1), HV // heads, depth,

@@ -33,10 +33,13 @@ import tilelang.language as T
 
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import LOG2E
+from flash_qla_tl.kernels.common.segments import Lengths, pick
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, launcher
-from flash_qla_tl.kernels.common.walk import advance, load_state, store_state
+from flash_qla_tl.kernels.common.walk import advance, find_segment, load_state, store_state
 
 STAGES = 3
+# On an H200 with all SMs busy: a chunk, K = V = 128, by VR; the launches before a walk in segments, and a chunk and head of the first.
+STEP_US, BEFORE_US, INTRA_US = {64: 1.6, 128: 2.3}, 25.0, 1.0
 ROW_POLICY = T.GemmWarpPolicy.FullRow
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
@@ -64,13 +67,13 @@ class Config:
         return (40, 120, 176) if self.VR == 128 else (56, 168, 232)
 
 
-def pick_config(K: int, V: int, dtype: str, heads: int, num_sms: int) -> Config:
-    """heads: sequences x value heads, each walked in both directions. The rule of the forward."""
-    if V == 64:
-        return Config(K, V, 64, dtype)
-    waves = -(-2 * heads // num_sms)
-    split_waves = -(-4 * heads // num_sms)
-    return Config(K, V, 64 if split_waves * 2 < waves * 3 else 128, dtype)
+@functools.lru_cache(maxsize=4096)
+def pick_config(K: int, V: int, dtype: str, HV: int, lengths: Lengths, num_sms: int, split: bool) -> tuple[Config, int]:
+    """-> the variant, and the chunks of a segment. `split`: whether sequences may be cut into segments."""
+    step_us = {64: STEP_US[64]} if V == 64 else STEP_US
+    before_us = BEFORE_US + INTRA_US * lengths.total * HV / num_sms
+    VR, chunks = pick(step_us, 2 * HV * V, before_us, HV * (K + 2 * V) // 64, lengths, num_sms, split)
+    return Config(K, V, VR, dtype), chunks
 
 
 def configs() -> list[Config]:
@@ -125,11 +128,12 @@ def build(config: Config):
         h: T.Tensor((slots, HV, V, K), dtype),
         dh: T.Tensor((slots, HV, V, K), dtype),
         num_seqs: T.int32, group: T.int32, cu_address: T.int64, cu_stride: T.int32, scale: T.float32, slots_per_row: T.int32,
+        segments: T.int32, segment_chunks: T.int32, segments_per_row: T.int32, search_steps: T.int32, starts_address: T.int64,
         h0_address: T.int64, h0_type: T.int32, h0_stride_n: T.int64, h0_stride_h: T.int64,
         dht_address: T.int64, dht_type: T.int32, dht_stride_n: T.int64, dht_stride_h: T.int64,
         dh0_address: T.int64, state_v_first: T.int32, chunks_address: T.int64,
     ):  # fmt: skip
-        with T.Kernel(2 * HV * NS * num_seqs, threads=THREADS) as i_cta:
+        with T.Kernel(2 * HV * NS * segments, threads=THREADS) as i_cta:
             T.import_source(device_source(dtype))
             k_s = T.alloc_shared((STAGES, CHUNK, K), dtype)
             q_s = T.alloc_shared((STAGES, CHUNK, K), dtype)
@@ -165,35 +169,63 @@ def build(config: Config):
             wg = tx // 128
             s = T.alloc_var("int32", init=0)
             phase = T.alloc_var("int32", init=0)
-            i_n = T.truncdiv(i_cta, 2 * HV * NS)
-            i_x = i_cta - i_n * 2 * HV * NS
+            i_g = T.alloc_var("int32")
+            i_x = T.alloc_var("int32")
+            i_g = T.truncdiv(i_cta, 2 * HV * NS)
+            i_x = i_cta - i_g * 2 * HV * NS
             reverse = i_x >= HV * NS
             i_hs = i_x - T.if_then_else(reverse, HV * NS, 0)
             i_hv = T.truncdiv(i_hs, NS)
             v0 = T.truncmod(i_hs, NS) * VR
             i_h = T.truncdiv(i_hv, group)
-            i_b = T.if_then_else(cu_address != 0, 0, i_n)
-            # The contents of cu_seqlens are the caller's: whatever they are, no row outside [0, num_tokens) is touched.
+            i_n = T.alloc_var("int32", init=0)
+            i_s = T.alloc_var("int32")
             bos = T.alloc_var("int32", init=0)
             eos = T.alloc_var("int32", init=num_tokens)
-            if cu_address != 0:
-                cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
-                bos = T.min(T.max(cu_seqlens[i_n * cu_stride], 0), num_tokens)
-                eos = T.min(T.max(cu_seqlens[(i_n + 1) * cu_stride], bos), num_tokens)
-            length = eos - bos
+            find_segment(
+                i_n,
+                i_s,
+                bos,
+                eos,
+                i_g,
+                cu_address,
+                cu_stride,
+                segment_chunks,
+                segments_per_row,
+                num_tokens,
+                num_seqs,
+                search_steps,
+            )
+            i_b = T.if_then_else(cu_address != 0, 0, i_n)
+            slot0 = T.alloc_var("int32")
+            slot0 = T.if_then_else(cu_address != 0, bos // CHUNK + i_n, i_n * slots_per_row) + i_s * segment_chunks
+            # Of a segment: its first token, and its length.
+            length = T.alloc_var("int32")
+            bos += i_s * (segment_chunks * CHUNK)
+            length = T.if_then_else(i_s < 0, 0, T.max(T.min(eos - bos, segment_chunks * CHUNK), 0))
             num_chunks = (length + CHUNK - 1) // CHUNK
-            slot0 = T.if_then_else(cu_address != 0, bos // CHUNK + i_n, i_n * slots_per_row)
 
             if tx < AUX:
                 T.set_max_nreg(config.registers[2], 1)
                 T.clear(S)
-                start = T.if_then_else(reverse, dht_address, h0_address)
-                start_type = T.if_then_else(reverse, dht_type, h0_type)
-                first = T.cast(i_n, "int64") * T.if_then_else(
-                    reverse, dht_stride_n, h0_stride_n
-                ) + i_hv * T.if_then_else(reverse, dht_stride_h, h0_stride_h)
-                if start != 0:
-                    load_state(S, start, first, start_type, state_v_first, v0, K, V)
+                start = T.alloc_var("int64")
+                start_type = T.alloc_var("int32")
+                start_v_first = T.alloc_var("int32")
+                first = T.alloc_var("int64")
+                if starts_address != 0:
+                    start = starts_address
+                    start_type = 0
+                    start_v_first = 1
+                    first = (T.cast(i_g + T.if_then_else(reverse, segments, 0), "int64") * HV + i_hv) * (V * K)
+                else:
+                    start = T.if_then_else(reverse, dht_address, h0_address)
+                    start_type = T.if_then_else(reverse, dht_type, h0_type)
+                    start_v_first = state_v_first
+                    first = T.cast(i_n, "int64") * T.if_then_else(
+                        reverse, dht_stride_n, h0_stride_n
+                    ) + i_hv * T.if_then_else(reverse, dht_stride_h, h0_stride_h)
+                if start != 0 and (length > 0 or i_s == 0):
+                    load_state(S, start, first, start_type, start_v_first, v0, K, V)
                 # Hides from ptxas where S comes from; without it, it serializes every wgmma of the kernel (C7514).
                 T.warpgroup_fence_operand(S, num_regs=K // 2)
                 if reverse:
@@ -227,7 +259,7 @@ def build(config: Config):
                             T.barrier_arrive(x_free[i % XS])
                             T.barrier_arrive(free[s])
                         advance(s, phase, STAGES)
-                    if dh0_address != 0:
+                    if dh0_address != 0 and i_s == 0:
                         store_state(
                             S,
                             dh0_address + (T.cast(i_n, "int64") * HV + i_hv) * (K * V * 4),
@@ -387,7 +419,7 @@ def build(config: Config):
                             T.barrier_arrive(ready[s])
                         advance(s, phase, STAGES)
                 elif tx < PRODUCER + 96:
-                    if chunks_address != 0 and i_x == 0:
+                    if chunks_address != 0 and i_x == 0 and i_s == 0:
                         # Packed: which tokens a slot holds, for the kernel that takes all chunks at once.
                         chunks = T.make_tensor_from_addr(chunks_address, (1 << 30,), "int32")
                         end = T.if_then_else(i_n + 1 < num_seqs, eos // CHUNK + i_n + 1, slots)
@@ -395,7 +427,7 @@ def build(config: Config):
                             c = r * 32 + lane
                             if slot0 + c < end:
                                 chunks[2 * (slot0 + c)] = bos + c * CHUNK
-                                chunks[2 * (slot0 + c) + 1] = T.max(T.min(length - c * CHUNK, CHUNK), 0)
+                                chunks[2 * (slot0 + c) + 1] = T.max(T.min(eos - bos - c * CHUNK, CHUNK), 0)
                     if length % CHUNK != 0:
                         ragged = T.if_then_else(reverse, 0, num_chunks - 1)
                         for i in T.serial(ragged + 1):

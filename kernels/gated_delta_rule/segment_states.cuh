@@ -1,6 +1,12 @@
-// How many chunks a state must be followed back, of the `count` before a segment: until what they leave of what was before
-// is 2^limit, or count + 1 if that is more. reach: of the last of them; the one before is `stride` numbers in front. One warp.
-QLA_DEVICE int qla_reach_back(const float* reach, long long stride, int count, float limit) {
+// Transposed values, 64 tokens x 64 values in memory, as an operand.
+QLA_DEVICE void qla_transposed_operand(const void* tile, void* operand) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) qls_transposed(tile, j, (unsigned*)operand + 4 * j);
+}
+
+// How many of `count` chunks a state must be followed back through: until what they leave of what was before is 2^limit, or count + 1
+// if that is more. reach: of the first that is gone through; that of the next is `stride` numbers in front. One warp.
+QLA_DEVICE int qla_within_reach(const float* reach, long long stride, int count, float limit) {
   int l = threadIdx.x & 31;
   float sum = 0.f;
   for (int first = 0; first < count; first += 32) {

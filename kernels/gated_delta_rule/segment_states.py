@@ -32,14 +32,15 @@ import torch
 from flash_qla_tl.kernels.common import gates
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS
 from flash_qla_tl.kernels.common.segment_starts import fold_segments
+from flash_qla_tl.kernels.common.segments import Segments
 from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher
 from flash_qla_tl.kernels.common.tensors import address
-from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state
+from flash_qla_tl.kernels.common.walk import advance, find_segment, find_slot, load_state
 
 STAGES = 3
 PRODUCER, THREADS = 128, 256
-REGISTERS = (40, 216)
+REGISTERS = {64: (72, 184), 128: (48, 208)}
 # fp32 rounds at 2^-24 of a state.
 LIMIT = -32.0
 product = functools.partial(T.wgmma_gemm, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
@@ -54,47 +55,69 @@ PASS_CONFIGS = {
 
 
 def device_source(dtype: str) -> str:
-    return gates.device_source(dtype) + Path(__file__).with_suffix(".cuh").read_text()
+    tiles = Path(gates.__file__).parent / "state_tile.cuh"
+    return gates.device_source(dtype) + tiles.read_text() + Path(__file__).with_suffix(".cuh").read_text()
 
 
 @tilelang.jit(target=TARGET, pass_configs=PASS_CONFIGS)
 def build(K: int, dtype: str):
     accum = "float32"
-    B, num_tokens, H, HV, V, slots, segments = (
-        T.dynamic(name) for name in ("B", "num_tokens", "H", "HV", "V", "slots", "segments")
+    B, num_tokens, H, HV, V, slots, segments, states = (
+        T.dynamic(name) for name in ("B", "num_tokens", "H", "HV", "V", "slots", "segments", "states")
     )
-    strides = {x: tuple(T.dynamic(f"{x}_stride_{i}", "int64") for i in "bth") for x in "kv"}
+    strides = {x: tuple(T.dynamic(f"{x}_stride_{i}", "int64") for i in "bth") for x in ("q", "k", "v", "do")}
+
+    @T.macro
+    def within_reach(factors, slot, i_hv, ahead, count):
+        """From chunk `slot` back, or ahead, of `count` chunks: see qla_within_reach."""
+        return T.call_extern(
+            "int32",
+            "qla_within_reach",
+            T.address_of(factors[slot, i_hv, FACTORS["REACH"]]),
+            T.cast(T.if_then_else(ahead, -HV * NUM_FACTORS, HV * NUM_FACTORS), "int64"),
+            count,
+            T.float32(LIMIT),
+        )
 
     @T.prim_func
     def gdn_segment_states_kernel(
+        q: T.StridedTensor((B, num_tokens, H, K), (*strides["q"], 1), dtype),
         k: T.StridedTensor((B, num_tokens, H, K), (*strides["k"], 1), dtype),
         v: T.StridedTensor((B, num_tokens, HV, V), (*strides["v"], 1), dtype),
+        do: T.StridedTensor((B, num_tokens, HV, V), (*strides["do"], 1), dtype),
         TPs: T.Tensor((slots, HV, CHUNK, CHUNK), dtype),
         factors: T.Tensor((slots, HV, NUM_FACTORS), accum),
-        starts: T.Tensor((segments, HV, V, K), accum),
+        starts: T.Tensor((states, HV, V, K), accum),
         transfers: T.Tensor((segments, HV, 2, K, K), dtype),
-        exact: T.Tensor((segments, HV), "int32"),
+        exact: T.Tensor((states, HV), "int32"),
         group: T.int32, num_seqs: T.int32, cu_address: T.int64, cu_stride: T.int32, slots_per_row: T.int32,
         segment_chunks: T.int32, segments_per_row: T.int32, search_steps: T.int32,
         h0_address: T.int64, h0_type: T.int32, h0_stride_n: T.int64, h0_stride_h: T.int64,
-        indices_address: T.int64, indices_stride: T.int32, pad_slot: T.int32, num_slots: T.int32, state_v_first: T.int32,
+        indices_address: T.int64, indices_stride: T.int32, pad_slot: T.int32, num_slots: T.int32,
+        dht_address: T.int64, dht_type: T.int32, dht_stride_n: T.int64, dht_stride_h: T.int64, state_v_first: T.int32,
     ):  # fmt: skip
-        with T.Kernel(segments * HV * ((V + K) // 64), threads=THREADS) as i_x:
+        with T.Kernel(HV * (states * (V // 64) + segments * (K // 64)), threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
             T.pdl_trigger()
             k_s = T.alloc_shared((STAGES, CHUNK, K), dtype)
             v_s = T.alloc_shared((STAGES * CHUNK, 64), dtype)
             t_s = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
-            p_s = T.alloc_shared((CHUNK, CHUNK), dtype)  # nobody reads
+            p_s = T.alloc_shared((CHUNK, CHUNK), dtype)  # read in reverse alone
             table = T.alloc_shared((STAGES, 288), accum)
             S = T.alloc_fragment((64, K), accum)
             Sb = T.alloc_fragment((64, K), dtype)
             acc = T.alloc_fragment((64, CHUNK), accum)
+            from_do = T.alloc_fragment((64, CHUNK), accum)
+            do_t = T.alloc_fragment((64, CHUNK), dtype)
+            do_scaled = T.alloc_fragment((64, CHUNK), dtype)
             w = T.alloc_fragment((64, CHUNK), dtype)
             vn = T.alloc_fragment((64, CHUNK), dtype)
             loaded = T.alloc_barrier([1] * STAGES)
             tp_ready = T.alloc_barrier([1] * STAGES)
             free = T.alloc_barrier([4] * STAGES)
+            q_loaded = T.alloc_barrier([1])
+            q_free = T.alloc_barrier([4])
+            p_free = T.alloc_barrier([4])
             T.annotate_min_blocks_per_sm(2)
             T.annotate_layout({x: tilelang.layout.make_swizzled_layout(x) for x in (v_s, p_s)})
 
@@ -102,120 +125,167 @@ def build(K: int, dtype: str):
             lane = tx % 32
             s = T.alloc_var("int32", init=0)
             phase = T.alloc_var("int32", init=0)
+            stages = T.alloc_var("int32")
             i_g = T.alloc_var("int32")
             i_hv = T.alloc_var("int32")
             block = T.alloc_var("int32")
-            i_g = T.truncdiv(i_x, HV * ((V + K) // 64))
-            block = i_x - i_g * HV * ((V + K) // 64)
-            i_hv = T.truncdiv(block, (V + K) // 64)
-            block -= i_hv * ((V + K) // 64)
+            # Of a segment and head first the blocks of N^T, then those of M^T, then those of the gradient.
+            blocks = T.alloc_var("int32")
+            blocks = (V + K + T.if_then_else(states > segments, V, 0)) // 64
+            i_g = T.truncdiv(i_x, HV * blocks)
+            block = i_x - i_g * HV * blocks
+            i_hv = T.truncdiv(block, blocks)
+            block -= i_hv * blocks
             i_h = T.truncdiv(i_hv, group)
-            # Rows r0 .. of N^T, or of M^T.
+            reverse = T.alloc_var("bool")
             transfer = T.alloc_var("bool")
             r0 = T.alloc_var("int32")
-            transfer = block * 64 >= V
-            r0 = T.if_then_else(transfer, block * 64 - V, block * 64)
+            reverse = block * 64 >= V + K
+            stages = T.if_then_else(reverse, 2, STAGES)
+            transfer = block * 64 >= V and block * 64 < V + K
+            r0 = block * 64 - T.if_then_else(reverse, V + K, T.if_then_else(transfer, V, 0))
             i_n = T.alloc_var("int32", init=0)
             i_s = T.alloc_var("int32")
             bos = T.alloc_var("int32", init=0)
             eos = T.alloc_var("int32", init=num_tokens)
-            if cu_address != 0:
-                cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
-                find_sequence(
-                    i_n,
-                    bos,
-                    eos,
-                    cu_seqlens,
-                    cu_stride,
-                    i_g,
-                    segment_chunks * CHUNK,
-                    num_tokens,
-                    num_seqs,
-                    search_steps,
-                )
-                i_s = i_g - T.truncdiv(bos, segment_chunks * CHUNK) - i_n
-            else:
-                i_n = T.truncdiv(i_g, segments_per_row)
-                i_s = i_g - i_n * segments_per_row
+            find_segment(
+                i_n,
+                i_s,
+                bos,
+                eos,
+                i_g,
+                cu_address,
+                cu_stride,
+                segment_chunks,
+                segments_per_row,
+                num_tokens,
+                num_seqs,
+                search_steps,
+            )
             i_b = T.if_then_else(cu_address != 0, 0, i_n)
-            # The chunks of the segment before, of which the last `num_chunks` are walked; none of segment 0, before which there is h0.
+            i_state = T.alloc_var("int32")
+            i_state = i_g + T.if_then_else(reverse, segments, 0)
+            # The segment that is walked, the one before or in reverse the one behind, has `count` chunks. `edge`: it is the sequence's
+            # first, or in reverse its last, or there is none, so that what it begins with is known, h0 or dht.
             slot = T.alloc_var("int32")
-            num_chunks = T.alloc_var("int32", init=0)
-            begins = T.alloc_var("int32", init=0)
-            wanted = T.alloc_var("int32", init=0)
+            behind = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            edge = T.alloc_var("bool")
             slot = T.if_then_else(cu_address != 0, bos // CHUNK + i_n, i_n * slots_per_row) + i_s * segment_chunks
             bos += i_s * (segment_chunks * CHUNK)
             # For chunk_intra's bounds, tiles and factors.
             T.pdl_sync()
-            if i_s == 0:
-                if not transfer:
-                    begins = 1
-                    wanted = 1
-            elif i_s > 0 and bos < eos:
-                num_chunks = T.call_extern(
-                    "int32",
-                    "qla_reach_back",
-                    T.address_of(factors[slot - 1, i_hv, FACTORS["REACH"]]),
-                    T.cast(HV * NUM_FACTORS, "int64"),
-                    segment_chunks,
-                    T.float32(LIMIT),
-                )
-                wanted = 1
-                if num_chunks > segment_chunks:
-                    num_chunks = segment_chunks
-                    begins = T.if_then_else(i_s == 1, 1, 0)
-                    if transfer and i_s == 1:
-                        wanted = 0
-                    if tx == 0 and block == 0:
-                        exact[i_g, i_hv] = T.if_then_else(i_s == 1, 0, 1)
+            behind = T.truncdiv(eos - bos + (CHUNK - 1), CHUNK) - segment_chunks
+            count = T.if_then_else(
+                reverse, T.min(T.max(behind, 0), segment_chunks), T.if_then_else(i_s > 0, segment_chunks, 0)
+            )
+            edge = T.if_then_else(reverse, behind <= segment_chunks, i_s <= 1)
+            num_chunks = T.alloc_var("int32", init=0)
+            begins = T.alloc_var("bool", init=False)
+            wanted = T.alloc_var("bool", init=False)
+            if i_s == 0 or (i_s > 0 and bos < eos):
+                found = T.alloc_var("int32")
+                found = within_reach(factors, slot + T.if_then_else(reverse, segment_chunks, -1), i_hv, reverse, count)
+                num_chunks = count
+                if transfer:
+                    if states > segments and found <= count:
+                        found = within_reach(factors, slot - segment_chunks, i_hv, True, count)
+                    wanted = found > count and not edge
+                    if not wanted:
+                        num_chunks = 0
                 else:
-                    if transfer:
-                        wanted = 0
-                    if tx == 0 and block == 0:
-                        exact[i_g, i_hv] = 0
-            num_chunks *= wanted
-            slot -= num_chunks
-            bos -= num_chunks * CHUNK
+                    wanted = True
+                    begins = found > count and edge
+                    num_chunks = T.min(found, count)
+                    if tx == 0 and r0 == 0:
+                        exact[i_state, i_hv] = T.if_then_else(found > count and not edge, 1, 0)
+            # Of these chunks the first.
+            slot += T.if_then_else(reverse, segment_chunks, -num_chunks)
+            bos += T.if_then_else(reverse, segment_chunks, -num_chunks) * CHUNK
 
             if tx < PRODUCER:
-                T.set_max_nreg(REGISTERS[1], 1)
+                T.set_max_nreg(REGISTERS[K][1], 1)
                 T.clear(S)
                 if transfer:
                     for a, b in T.Parallel(64, K):
                         S[a, b] = T.if_then_else(r0 + a == b, T.float32(1.0), T.float32(0.0))
-                if begins != 0:
-                    i_state = T.alloc_var("int32")
-                    find_slot(i_state, i_n, indices_address, indices_stride, pad_slot, num_slots)
-                    if h0_address != 0 and i_state >= 0:
-                        first = T.cast(i_state, "int64") * h0_stride_n + i_hv * h0_stride_h
-                        load_state(S, h0_address, first, h0_type, state_v_first, r0, K, V)
+                if begins:
+                    at = T.alloc_var("int32")
+                    find_slot(
+                        at,
+                        i_n,
+                        T.if_then_else(reverse, T.int64(0), indices_address),
+                        indices_stride,
+                        pad_slot,
+                        num_slots,
+                    )
+                    state = T.if_then_else(reverse, dht_address, h0_address)
+                    if state != 0 and at >= 0:
+                        first = T.cast(at, "int64") * T.if_then_else(
+                            reverse, dht_stride_n, h0_stride_n
+                        ) + i_hv * T.if_then_else(reverse, dht_stride_h, h0_stride_h)
+                        load_state(S, state, first, T.if_then_else(reverse, dht_type, h0_type), state_v_first, r0, K, V)
                 # Hides from ptxas where S comes from; without it, it serializes every wgmma of the kernel (C7514).
                 T.warpgroup_fence_operand(S, num_regs=K // 2)
-                for _ in T.serial(num_chunks):
-                    T.copy(S, Sb)
-                    T.barrier_wait(loaded[s], phase)
-                    product(Sb, k_s[s, :, :], acc)
-                    T.wait_wgmma(0)
-                    device(
-                        "qla_residual",
-                        acc.data,
-                        T.address_of(table[s, FACTORS["NGAMMA"]]),
-                        T.address_of(v_s[s * CHUNK, 0]),
-                        w.data,
-                    )
-                    T.barrier_wait(tp_ready[s], phase)
-                    product(w, t_s[s, :, :], acc)
-                    for a, b in T.Parallel(64, K):
-                        S[a, b] *= table[s, FACTORS["LAST"]]
-                    T.wait_wgmma(0)
-                    for a, b in T.Parallel(64, CHUNK):
-                        vn[a, b] = acc[a, b] * table[s, FACTORS["DECAY"] + b]
-                    add_product(vn, k_s[s, :, :], S)
-                    T.wait_wgmma(0)
-                    if lane == 0:
-                        T.barrier_arrive(free[s])
-                    advance(s, phase, STAGES)
-                if wanted != 0:
+                if reverse:
+                    for i in T.serial(num_chunks):
+                        T.copy(S, Sb)
+                        T.barrier_wait(loaded[s], phase)
+                        T.barrier_wait(tp_ready[s], phase)
+                        product(Sb, k_s[s, :, :], acc)
+                        device("qla_transposed_operand", T.address_of(v_s[s * CHUNK, 0]), do_t.data)
+                        product(do_t, p_s, from_do)
+                        T.wait_wgmma(0)
+                        if lane == 0:
+                            T.barrier_arrive(p_free[0])
+                        for a, b in T.Parallel(64, CHUNK):
+                            vn[a, b] = acc[a, b] * table[s, FACTORS["DECAY"] + b] + from_do[a, b]
+                        T.wgmma_gemm(vn, t_s[s, :, :], acc, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                        for a, b in T.Parallel(64, K):
+                            S[a, b] *= table[s, FACTORS["LAST"]]
+                        device(
+                            "qls_scaled_operand",
+                            T.address_of(v_s[s * CHUNK, 0]),
+                            T.address_of(table[s, FACTORS["QGAMMA"]]),
+                            do_scaled.data,
+                        )
+                        T.barrier_wait(q_loaded[0], i % 2)
+                        add_product(do_scaled, k_s[2, :, :], S)
+                        T.wait_wgmma(1)
+                        for a, b in T.Parallel(64, CHUNK):
+                            w[a, b] = acc[a, b] * table[s, FACTORS["NGAMMA"] + b]
+                        add_product(w, k_s[s, :, :], S)
+                        T.wait_wgmma(0)
+                        if lane == 0:
+                            T.barrier_arrive(q_free[0])
+                            T.barrier_arrive(free[s])
+                        advance(s, phase, 2)
+                else:
+                    for _ in T.serial(num_chunks):
+                        T.copy(S, Sb)
+                        T.barrier_wait(loaded[s], phase)
+                        product(Sb, k_s[s, :, :], acc)
+                        T.wait_wgmma(0)
+                        device(
+                            "qla_residual",
+                            acc.data,
+                            T.address_of(table[s, FACTORS["NGAMMA"]]),
+                            T.address_of(v_s[s * CHUNK, 0]),
+                            w.data,
+                        )
+                        T.barrier_wait(tp_ready[s], phase)
+                        product(w, t_s[s, :, :], acc)
+                        for a, b in T.Parallel(64, K):
+                            S[a, b] *= table[s, FACTORS["LAST"]]
+                        T.wait_wgmma(0)
+                        for a, b in T.Parallel(64, CHUNK):
+                            vn[a, b] = acc[a, b] * table[s, FACTORS["DECAY"] + b]
+                        add_product(vn, k_s[s, :, :], S)
+                        T.wait_wgmma(0)
+                        if lane == 0:
+                            T.barrier_arrive(free[s])
+                        advance(s, phase, STAGES)
+                if wanted:
                     if transfer:
                         T.copy(S, Sb)
                         for a, b in T.Parallel(64, K):
@@ -224,9 +294,9 @@ def build(K: int, dtype: str):
                             transfers[i_g, i_hv, 1, r0 + a, b] = T.cast(S[a, b] - T.cast(Sb[a, b], accum), dtype)
                     else:
                         for a, b in T.Parallel(64, K):
-                            starts[i_g, i_hv, r0 + a, b] = S[a, b]
+                            starts[i_state, i_hv, r0 + a, b] = S[a, b]
             else:
-                T.set_max_nreg(REGISTERS[0], 0)
+                T.set_max_nreg(REGISTERS[K][0], 0)
                 if tx < PRODUCER + 32:
                     if transfer:
                         # M knows no values.
@@ -234,15 +304,23 @@ def build(K: int, dtype: str):
                             for j in T.vectorized(8):
                                 v_s[i * 4 + lane // 8, lane % 8 * 8 + j] = T.cast(0.0, dtype)
                         T.sync_warp()
-                    for i in T.serial(num_chunks):
-                        t = bos + i * CHUNK
+                    c = T.alloc_var("int32")
+                    c = T.if_then_else(reverse, num_chunks - 1, 0)
+                    for _ in T.serial(num_chunks):
+                        t = bos + c * CHUNK
                         T.barrier_wait(free[s], phase ^ 1)
                         T.tma_copy(k[i_b, t : t + CHUNK, i_h, 0:K], k_s[s, :, :], barrier=loaded[s])
-                        T.tma_copy(TPs[slot + i, i_hv, 0:CHUNK, 0:CHUNK], t_s[s, :, :], barrier=loaded[s])
+                        T.tma_copy(TPs[slot + c, i_hv, 0:CHUNK, 0:CHUNK], t_s[s, :, :], barrier=loaded[s])
                         for first in (0, 256):  # a box has at most 256 numbers
                             end = min(first + 256, NUM_FACTORS)
-                            T.tma_copy(factors[slot + i, i_hv, first:end], table[s, first:end], barrier=loaded[s])
-                        if not transfer:
+                            T.tma_copy(factors[slot + c, i_hv, first:end], table[s, first:end], barrier=loaded[s])
+                        if reverse:
+                            T.tma_copy(
+                                do[i_b, t : t + CHUNK, i_hv, r0 : r0 + 64],
+                                v_s[s * CHUNK : s * CHUNK + CHUNK, :],
+                                barrier=loaded[s],
+                            )
+                        elif not transfer:
                             T.tma_copy(
                                 v[i_b, t : t + CHUNK, i_hv, r0 : r0 + 64],
                                 v_s[s * CHUNK : s * CHUNK + CHUNK, :],
@@ -251,10 +329,30 @@ def build(K: int, dtype: str):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(loaded[s])
-                        advance(s, phase, STAGES)
+                        c += T.if_then_else(reverse, -1, 1)
+                        advance(s, phase, stages)
                 elif tx < PRODUCER + 64:
-                    for _ in T.serial(num_chunks):
+                    if reverse:
+                        # P^T's part below its diagonal is written once.
+                        for i in T.serial(CHUNK // 4):
+                            for j in T.vectorized(8):
+                                p_s[i * 4 + lane // 8, lane % 8 * 8 + j] = T.cast(0.0, dtype)
+                        T.sync_warp()
+                    for i in T.serial(num_chunks):
                         T.barrier_wait(loaded[s], phase)
+                        if reverse:
+                            T.barrier_wait(p_free[0], i % 2 ^ 1)
+                            valid = eos - bos - (num_chunks - 1) * CHUNK
+                            if i == 0 and valid < CHUNK:
+                                # The sequence's last chunk: what lies behind is anybody's.
+                                T.barrier_wait(q_loaded[0], 0)
+                                for r in T.serial(valid, CHUNK):
+                                    for j in T.vectorized(K // 32):
+                                        k_s[s, r, lane * (K // 32) + j] = T.cast(0.0, dtype)
+                                    for j in T.vectorized(K // 32):
+                                        k_s[2, r, lane * (K // 32) + j] = T.cast(0.0, dtype)
+                                    for j in T.vectorized(2):
+                                        v_s[s * CHUNK + r, lane * 2 + j] = T.cast(0.0, dtype)
                         device(
                             "qla_split_tile",
                             T.address_of(t_s[s, 0, 0]),
@@ -265,7 +363,16 @@ def build(K: int, dtype: str):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(tp_ready[s])
-                        advance(s, phase, STAGES)
+                        advance(s, phase, stages)
+                elif tx < PRODUCER + 96:
+                    if reverse:
+                        for i in T.serial(num_chunks):
+                            t = bos + (num_chunks - 1 - i) * CHUNK
+                            T.barrier_wait(q_free[0], i % 2 ^ 1)
+                            T.tma_copy(q[i_b, t : t + CHUNK, i_h, 0:K], k_s[2, :, :], barrier=q_loaded[0])
+                            T.sync_warp()
+                            if lane == 0:
+                                T.barrier_arrive(q_loaded[0])
 
     return gdn_segment_states_kernel
 
@@ -282,38 +389,31 @@ def segment_starts(
     TPs: torch.Tensor,
     factors: torch.Tensor,
     *,
-    segments: int,
-    segment_chunks: int,
+    cut: Segments,
     h0: torch.Tensor | None,
-    h0_indices: torch.Tensor | None,
-    pad_slot_id: int,
     cu_seqlens: torch.Tensor | None,
     state_v_first: bool,
+    h0_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
+    q: torch.Tensor | None = None,
+    do: torch.Tensor | None = None,
+    dht: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """-> [segments, HV, V, K] fp32: the state before each segment, h0 before the first of a sequence. Two launches."""
+    """-> [segments, HV, V, K] fp32: the state before each segment, h0 before the first of a sequence; with q and do, in as many
+    more, the gradient with respect to the state behind each, dht behind the last of a sequence. Two launches."""
     B, num_tokens, H, K = k.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     stride = 0 if cu_seqlens is None else cu_seqlens.stride(0) * cu_seqlens.element_size() // 4
-    slots_per_row = -(-num_tokens // CHUNK)
-    segments_per_row = -(-slots_per_row // segment_chunks)
-    empty = functools.partial(torch.empty, device=k.device)
-    starts = empty((segments, HV, V, K), dtype=torch.float32)
-    transfers = empty((segments, HV, 2, K, K), dtype=k.dtype)
-    exact = empty((segments, HV), dtype=torch.int32)
+    states = cut.number if do is None else 2 * cut.number
+    starts = k.new_empty((states, HV, V, K), dtype=torch.float32)
+    transfers = k.new_empty((cut.number, HV, 2, K, K))
+    exact = k.new_empty((states, HV), dtype=torch.int32)
     _kernel(K, dtype_name(k))(
-        k, v, TPs, factors, starts, transfers, exact,
-        HV // H, N, address(cu_seqlens), stride, slots_per_row, segment_chunks, segments_per_row, N.bit_length(),
-        *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), int(state_v_first),
+        # What is not given is not read.
+        k if q is None else q, k, v, v if do is None else do, TPs, factors, starts, transfers, exact,
+        HV // H, N, address(cu_seqlens), stride, -(-num_tokens // CHUNK), cut.chunks, cut.per_row, cut.search_steps,
+        *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), *state_arguments(dht), int(state_v_first),
     )  # fmt: skip
-    fold_segments(
-        starts,
-        transfers,
-        exact,
-        num_seqs=N,
-        num_tokens=num_tokens,
-        cu_seqlens=cu_seqlens,
-        segment_chunks=segment_chunks,
-        segments_per_row=segments_per_row,
-    )
+    fold_segments(starts, transfers, exact, cut, num_seqs=N, num_tokens=num_tokens, cu_seqlens=cu_seqlens)
     return starts

@@ -6,10 +6,10 @@ segment_states.py, and kernels/common/segment_starts.py, make the states before 
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 
+from flash_qla_tl.kernels.common.segments import MAX_PARTS, MIN_SEGMENT, Lengths, Segments, segments_us, whole_us
 from flash_qla_tl.kernels.common.state_pool import read_slots, same_memory
 from flash_qla_tl.kernels.common.target import CHUNK, dtype_name, num_sms
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, holds_states, state_rows, tma_ready
@@ -17,84 +17,45 @@ from flash_qla_tl.kernels.kda.prepare import prepare
 from flash_qla_tl.kernels.kda.segment_states import segment_starts
 from flash_qla_tl.kernels.kda.state_loop import Config, V, state_loop
 
-# Times on an H200. state_loop: a chunk by VR, where memory is not the limit; before the first; of a chunk and head at memory's rate.
-STEP_US, START_US, MEMORY_US = {64: 1.1, 128: 1.5}, 6.0, 0.024
+# Times on an H200. state_loop: a chunk by VR, where memory is not the limit; of a chunk and head at memory's rate.
+STEP_US, MEMORY_US = {64: 1.1, 128: 1.5}, 0.024
 # The states before segments: two launches and the ends of the first; a chunk, likewise; a segment in segment_starts.
 BEFORE_US, BEFORE_STEP_US, BEFORE_MEMORY_US, FOLD_US = 20.0, 1.0, 0.015, 2.9
-# The shortest segment, and the most of a sequence; what must be gained at least, as these are estimates.
-MIN_SEGMENT, MAX_PARTS, GAIN = 8, 32, 1.1
-
-
-class Work(NamedTuple):
-    """What the host knows of a walk; lengths in chunks."""
-
-    HV: int
-    number: int  # of sequences
-    total: int
-    longest: int  # at most: the total, where nobody said
-    num_sms: int
-
-    @property
-    def equal(self) -> bool:
-        return self.total == self.longest * self.number
-
-    @property
-    def known(self) -> bool:
-        return self.equal or self.longest < self.total
-
-    def whole_us(self, VR: int) -> float:
-        """Of state_loop over whole sequences."""
-        heads = self.HV * V // VR
-        mean = -(-self.total // self.number)
-        equal = STEP_US[VR] * mean * -(-self.number * heads // self.num_sms)
-        if self.equal:
-            return equal
-        if self.known:
-            # All SMs are busy until the longest begins, at worst.
-            return STEP_US[VR] * (self.total * heads / self.num_sms + self.longest)
-        # The more they are, the less is lost by one that is twice as long as the others and comes last.
-        uneven = STEP_US[VR] * (self.total * heads / self.num_sms + 2 * mean)
-        return equal + (uneven - equal) / self.number
-
-    def segments_us(self, VR: int, segment: int) -> float:
-        """Of state_loop over segments of so many chunks."""
-        heads = self.HV * V // VR
-        if self.equal:
-            segments = self.number * -(-self.longest // segment)
-            return (STEP_US[VR] * segment + START_US) * -(-segments * heads // self.num_sms)
-        return (STEP_US[VR] + START_US / segment) * (self.total * heads / self.num_sms + segment)
-
-    def before_us(self, segment: int) -> float:
-        """Of the states before segments: N and M of all but a sequence's last one, M not of its first."""
-        parts = -(-self.longest // segment)
-        if self.equal:
-            walks = self.number * self.HV * (2 * parts - 3)
-            walk = BEFORE_STEP_US * segment * -(-walks // self.num_sms)
-        else:
-            walk = BEFORE_STEP_US * (2 * self.total * self.HV / self.num_sms + segment)
-        fold = FOLD_US * parts * -(-2 * self.number * self.HV // self.num_sms)
-        return BEFORE_US + max(walk, BEFORE_MEMORY_US * self.total * self.HV) + fold
+# What segments must gain at least, as these are estimates.
+GAIN = 1.1
 
 
 @functools.lru_cache(maxsize=4096)
-def pick_config(dtype: str, work: Work, emit: bool) -> tuple[Config, int]:
+def pick_config(dtype: str, HV: int, lengths: Lengths, num_sms: int, emit: bool) -> tuple[Config, int]:
     """-> the variant of state_loop, and the chunks of a segment: what takes least time.
 
     A head is split over two CTAs where that fills the card better, a sequence into segments where that gains more than the states
     before them cost.
     """
-    rows = (64,) if emit else (64, 128)
-    memory = MEMORY_US * work.total * work.HV
-    walk, VR = min((work.whole_us(x), x) for x in rows)
-    best = max(walk, memory), VR, max(work.longest, 1)
+    step_us = {64: STEP_US[64]} if emit else STEP_US
+    memory = MEMORY_US * lengths.total * HV
+    walk, VR = min((whole_us(us, HV * V // x, lengths, num_sms), x) for x, us in step_us.items())
+    best = max(walk, memory), VR, max(lengths.longest, 1)
     for parts in range(2, MAX_PARTS + 1):
-        segment = -(-work.longest // parts)
+        segment = -(-lengths.longest // parts)
         if segment < MIN_SEGMENT:
             break
-        walk, VR = min((work.segments_us(x, segment), x) for x in rows)
-        best = min(best, (GAIN * (max(walk, memory) + work.before_us(segment)), VR, segment))
+        walk, VR = min((segments_us(us, HV * V // x, lengths, segment, num_sms), x) for x, us in step_us.items())
+        best = min(best, (GAIN * (max(walk, memory) + _before_us(HV, lengths, segment, num_sms)), VR, segment))
     _, VR, segment = best
     return Config(VR, dtype, emit), segment
+
+
+def _before_us(HV: int, lengths: Lengths, segment: int, num_sms: int) -> float:
+    """Of the states before segments: N and M of all but a sequence's last one, M not of its first."""
+    parts = -(-lengths.longest // segment)
+    if lengths.equal:
+        walks = lengths.number * HV * (2 * parts - 3)
+        walk = BEFORE_STEP_US * segment * -(-walks // num_sms)
+    else:
+        walk = BEFORE_STEP_US * (2 * lengths.total * HV / num_sms + segment)
+    fold = FOLD_US * parts * -(-2 * lengths.number * HV // num_sms)
+    return BEFORE_US + max(walk, BEFORE_MEMORY_US * lengths.total * HV) + fold
 
 
 def forward(
@@ -167,21 +128,20 @@ def forward(
     h0 = None if h0 is None else state_rows(h0)
     v, out = tma_ready(v), tma_ready(o)
     state = ht if ht is None or (ht.dtype in FLOAT_TYPE and holds_states(ht)) else empty(ht.shape, dtype=torch.float32)
-    total = B * slots_per_row if num_chunks is None else num_chunks
-    longest = slots_per_row if longest is None else longest
-    config, segment_chunks = pick_config(
-        dtype_name(v), Work(HV, N, total, longest, num_sms(v.device.index)), h is not None
-    )
+    lengths = Lengths.of(N, num_tokens, cu_seqlens is not None, num_chunks, longest)
+    config, segment = pick_config(dtype_name(v), HV, lengths, num_sms(v.device.index), h is not None)
+    cut = Segments.of(segment, lengths, num_tokens, cu_seqlens is not None)
     before = {
         "h0": h0,
         "h0_indices": h0_indices,
         "pad_slot_id": pad_slot_id,
         "cu_seqlens": cu_seqlens,
         "state_v_first": state_v_first,
-        "segment_chunks": segment_chunks,
     }
-    starts = segment_starts(workspace, v, **before) if segment_chunks < longest else None
-    state_loop(config, workspace, v, out, ht=state, h=None if h is None else h.flatten(0, 1), starts=starts, **before)
+    starts = segment_starts(workspace, v, cut, **before) if cut.split else None
+    state_loop(
+        config, workspace, v, out, cut, ht=state, h=None if h is None else h.flatten(0, 1), starts=starts, **before
+    )
     if out.data_ptr() != o.data_ptr():
         o.copy_(out)
     if state is not ht:

@@ -29,10 +29,11 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.segment_starts import fold_segments
+from flash_qla_tl.kernels.common.segments import Segments
 from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, on_device
 from flash_qla_tl.kernels.common.tensors import address
-from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state
+from flash_qla_tl.kernels.common.walk import advance, find_segment, find_slot, load_state
 from flash_qla_tl.kernels.kda.prepare import NUM_FACTORS, Workspace
 from flash_qla_tl.kernels.kda.state_loop import PASS_CONFIGS, K, V, add_product, device, device_source, product
 
@@ -103,27 +104,24 @@ def build(dtype: str):
             slot0 = T.alloc_var("int32")
             # For prepare's offsets and workspace.
             T.pdl_sync()
+            find_segment(
+                i_n,
+                i_s,
+                bos,
+                eos,
+                i_g,
+                cu_address,
+                cu_stride,
+                segment_chunks,
+                segments_per_row,
+                num_tokens,
+                num_seqs,
+                search_steps,
+            )
+            slot0 = i_n * ((num_tokens + CHUNK - 1) // CHUNK)
             if cu_address != 0:
-                cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
-                find_sequence(
-                    i_n,
-                    bos,
-                    eos,
-                    cu_seqlens,
-                    cu_stride,
-                    i_g,
-                    segment_chunks * CHUNK,
-                    num_tokens,
-                    num_seqs,
-                    search_steps,
-                )
-                i_s = i_g - T.truncdiv(bos, segment_chunks * CHUNK) - i_n
                 chunk_offsets = T.make_tensor_from_addr(chunk_offsets_address, (1 << 30,), "int32")
                 slot0 = chunk_offsets[i_n]
-            else:
-                i_n = T.truncdiv(i_g, segments_per_row)
-                i_s = i_g - i_n * segments_per_row
-                slot0 = i_n * ((num_tokens + CHUNK - 1) // CHUNK)
             i_b = T.if_then_else(cu_address != 0, 0, i_n)
             # The segment in front is walked, with h0 where that is a sequence's first; where this one is the first, no chunk is. Behind
             # the end of a sequence there may be slots of no segment.
@@ -233,8 +231,8 @@ def build(dtype: str):
 def segment_starts(
     workspace: Workspace,
     v: torch.Tensor,
+    cut: Segments,
     *,
-    segment_chunks: int,
     h0: torch.Tensor | None,
     h0_indices: torch.Tensor | None,
     pad_slot_id: int,
@@ -245,29 +243,16 @@ def segment_starts(
     B, num_tokens, HV, _ = v.shape
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     cu_stride = 0 if cu_seqlens is None else cu_seqlens.stride(0) * cu_seqlens.element_size() // 4
-    segments_per_row = -(-num_tokens // (segment_chunks * CHUNK))
-    segments = B * segments_per_row if cu_seqlens is None else num_tokens // (segment_chunks * CHUNK) + N
-    empty = functools.partial(torch.empty, device=v.device)
-    starts = empty((segments, HV, V, K), dtype=torch.float32)
-    transfers = empty((segments, HV, 2, K, K), dtype=v.dtype)
-    exact = empty((segments, HV), dtype=torch.int32)
+    starts = v.new_empty((cut.number, HV, V, K), dtype=torch.float32)
+    transfers = v.new_empty((cut.number, HV, 2, K, K))
+    exact = v.new_empty((cut.number, HV), dtype=torch.int32)
     with on_device(v.device.index):
         _kernel(dtype_name(v))(
             workspace.kd, workspace.kr, workspace.TP, workspace.factors, v, starts, transfers, exact,
-            N, address(cu_seqlens), cu_stride, address(workspace.chunk_offsets),
-            segment_chunks, segments_per_row, N.bit_length(),
+            N, address(cu_seqlens), cu_stride, address(workspace.chunk_offsets), cut.chunks, cut.per_row, cut.search_steps,
             *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), int(state_v_first),
         )  # fmt: skip
-        fold_segments(
-            starts,
-            transfers,
-            exact,
-            num_seqs=N,
-            num_tokens=num_tokens,
-            cu_seqlens=cu_seqlens,
-            segment_chunks=segment_chunks,
-            segments_per_row=segments_per_row,
-        )
+        fold_segments(starts, transfers, exact, cut, num_seqs=N, num_tokens=num_tokens, cu_seqlens=cu_seqlens)
     return starts
 
 

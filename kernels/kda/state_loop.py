@@ -35,10 +35,11 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common import gates
+from flash_qla_tl.kernels.common.segments import Segments
 from flash_qla_tl.kernels.common.state_pool import slot_arguments, state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, launcher, on_device
 from flash_qla_tl.kernels.common.tensors import address
-from flash_qla_tl.kernels.common.walk import advance, find_sequence, find_slot, load_state, store_state, store_state_as
+from flash_qla_tl.kernels.common.walk import advance, find_segment, find_slot, load_state, store_state, store_state_as
 from flash_qla_tl.kernels.kda.prepare import NUM_FACTORS, Workspace
 
 K = V = 128
@@ -166,44 +167,38 @@ def build(config: Config):
             bos = T.alloc_var("int32", init=0)
             eos = T.alloc_var("int32", init=num_tokens)
             slot0 = T.alloc_var("int32", init=0)
-            if cu_address != 0:
-                cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
-                if i_g < segments:
+            if i_g < segments:
+                find_segment(
+                    i_n,
+                    i_s,
+                    bos,
+                    eos,
+                    i_g,
+                    cu_address,
+                    cu_stride,
+                    segment_chunks,
+                    segments_per_row,
+                    num_tokens,
+                    num_seqs,
+                    search_steps,
+                )
+                slot0 = i_n * ((num_tokens + CHUNK - 1) // CHUNK)
+                if cu_address != 0:
                     T.pdl_sync()
-                    if search_steps == 0:
-                        i_n = i_g
-                    find_sequence(
-                        i_n,
-                        bos,
-                        eos,
-                        cu_seqlens,
-                        cu_stride,
-                        i_g,
-                        segment_chunks * CHUNK,
-                        num_tokens,
-                        num_seqs,
-                        search_steps,
-                    )
-                    i_s = i_g - T.truncdiv(bos, segment_chunks * CHUNK) - i_n
                     chunk_offsets = T.make_tensor_from_addr(chunk_offsets_address, (1 << 30,), "int32")
                     slot0 = chunk_offsets[i_n]
-                else:
-                    # What lies past the last sequence is zero.
-                    bos = T.min(T.max(cu_seqlens[num_seqs * cu_stride], 0), num_tokens)
-                    eos = bos
-                    for r in T.serial(((num_tokens - bos) * (VR // 8) + THREADS - 1) // THREADS):
-                        i = r * THREADS + tx
-                        if i < (num_tokens - bos) * (VR // 8):
-                            row = o_address + 2 * (
-                                (bos + i // (VR // 8)) * strides["o"][1] + i_hv * strides["o"][2] + v0
-                            )
-                            pad = T.make_tensor_from_addr(row, (VR,), dtype)
-                            for j in T.vectorized(8):
-                                pad[i % (VR // 8) * 8 + j] = T.cast(0.0, dtype)
             else:
-                i_n = T.truncdiv(i_g, segments_per_row)
-                i_s = i_g - i_n * segments_per_row
-                slot0 = i_n * ((num_tokens + CHUNK - 1) // CHUNK)
+                # Packed input: what lies past the last sequence is zero.
+                cu_seqlens = T.make_tensor_from_addr(cu_address, (1 << 30,), "int32")
+                bos = T.min(T.max(cu_seqlens[num_seqs * cu_stride], 0), num_tokens)
+                eos = bos
+                for r in T.serial(((num_tokens - bos) * (VR // 8) + THREADS - 1) // THREADS):
+                    i = r * THREADS + tx
+                    if i < (num_tokens - bos) * (VR // 8):
+                        row = o_address + 2 * ((bos + i // (VR // 8)) * strides["o"][1] + i_hv * strides["o"][2] + v0)
+                        pad = T.make_tensor_from_addr(row, (VR,), dtype)
+                        for j in T.vectorized(8):
+                            pad[i % (VR // 8) * 8 + j] = T.cast(0.0, dtype)
             i_b = T.if_then_else(cu_address != 0, 0, i_n)
             slot0 += i_s * segment_chunks
             bos += i_s * (segment_chunks * CHUNK)
@@ -393,6 +388,7 @@ def state_loop(
     workspace: Workspace,
     v: torch.Tensor,
     o: torch.Tensor,
+    cut: Segments,
     *,
     h0: torch.Tensor | None = None,
     h0_indices: torch.Tensor | None = None,
@@ -401,14 +397,13 @@ def state_loop(
     h: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     state_v_first: bool = False,
-    segment_chunks: int = 0,
     starts: torch.Tensor | None = None,
 ) -> None:
     """One launch, into o [B, T, HV, V], ht [N, HV, ...] and h [slots, HV, ...], for a token and a sequence at least.
 
     o and v as TMA can walk them; h0 and ht of a type in FLOAT_TYPE, each state dense, and pairs of its numbers aligned.
     ht may be h0, and o may be v. h0_indices: where in h0, a pool, each sequence has its state.
-    segment_chunks, starts: of segment_starts, where sequences are split; h0 is then read no more.
+    starts: of segment_starts, where sequences are split; h0 is then read no more.
     """
     B, num_tokens, HV, _ = v.shape
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -416,17 +411,12 @@ def state_loop(
     if cu_seqlens is not None:
         # Of 64-bit counts the kernel reads the low words.
         cu_stride = cu_seqlens.stride(0) * cu_seqlens.element_size() // 4
-    slots_per_row = -(-num_tokens // CHUNK)
-    if starts is None:
-        # A whole sequence is a segment with room for one chunk more: none begins behind it.
-        segments = N, slots_per_row + 1, 1, 0
-    else:
-        segments = starts.shape[0], segment_chunks, -(-slots_per_row // segment_chunks), N.bit_length()
     *tiles, chunk_offsets = workspace
     with on_device(v.device.index):
         _kernel(config)(
             *tiles, v, o,
-            address(o), N, address(cu_seqlens), cu_stride, address(chunk_offsets), *segments, address(starts),
+            address(o), N, address(cu_seqlens), cu_stride, address(chunk_offsets),
+            cut.number, cut.chunks, cut.per_row, cut.search_steps, address(starts),
             *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), *state_arguments(ht), int(state_v_first),
             address(h), 0 if h is None else h.shape[0],
         )  # fmt: skip
