@@ -87,7 +87,22 @@ def test_parts_of_a_sequence(options, parts):
     assert -(-options["chunks"] // segment) == parts
 
 
-@pytest.mark.parametrize(("options", "parts"), [(dict(heads=8, chunks=512), 0)])
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (dict(heads=8, chunks=512), 16),  # two walks of 8 heads
+        (dict(heads=8, chunks=128), 8),
+        (dict(heads=16, chunks=128), 4),
+        (dict(heads=16, chunks=512), 8),
+        (dict(heads=32, chunks=512), 1),  # halves of heads, in both directions, fill the card
+        (dict(heads=8, chunks=64, rows=8), 1),  # heads fill it
+        (dict(heads=8, chunks=16), 1),  # too short to gain
+        (dict(heads=8, chunks=512, rows=2, total=512), 19),  # two sequences, nobody knows of what length
+        (dict(heads=32, chunks=512, rows=2, total=512), 1),
+        (dict(heads=8, chunks=448, rows=2, total=512), 18),  # ... and somebody does
+        (dict(heads=32, chunks=512, rows=16, total=512), 1),  # many of them
+    ],
+)
 def test_parts_of_a_sequence_backward(options, parts):
     _, segment = pick_bwd(split=True, **options)
     assert -(-options["chunks"] // segment) == parts
