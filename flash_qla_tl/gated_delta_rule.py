@@ -641,7 +641,9 @@ def _op_fwd(*, cu_seqlens, cu_seqlens_cpu, **given):
 
 def _op_bwd(do, dht, g_cumsum, A, *, cu_seqlens, cu_seqlens_cpu, **given):
     tensors = [given.pop(x) for x in custom_ops.TENSORS]
-    return _training_bwd(do, dht, g_cumsum, A, *tensors, cu_seqlens, _Options.of(*count_chunks(cu_seqlens_cpu), **given))
+    return _training_bwd(
+        do, dht, g_cumsum, A, *tensors, cu_seqlens, _Options.of(*count_chunks(cu_seqlens_cpu), **given)
+    )
 
 
 _op = custom_ops.define(

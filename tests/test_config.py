@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("tilelang")
 
-from flash_qla_tl.kernels.common.segments import Lengths  # noqa: E402
+from flash_qla_tl.kernels.common.segments import Lengths, Segments  # noqa: E402
 from flash_qla_tl.kernels.gated_delta_rule import chunk_bwd, chunk_fwd, chunk_intra, chunk_states  # noqa: E402
 from flash_qla_tl.kernels.kda import fwd, prepare, state_loop  # noqa: E402
 
@@ -14,12 +14,19 @@ SMS = 132
 
 
 def pick(heads, K=128, V=128, dtype="bfloat16", num_sms=SMS, emit=False, chunks=32, split=False, rows=1, total=None):
-    lengths = Lengths(rows, total or rows * chunks, chunks)  # chunks: of the longest; all of them: nobody knows
+    # chunks: of the longest; all of them: nobody knows
+    lengths = Lengths(rows, total or rows * chunks, chunks)
     return chunk_fwd.pick_config(K, V, dtype, heads, lengths, num_sms, emit, split)
+
+
+def pick_bwd(heads, K=128, V=128, dtype="bfloat16", num_sms=SMS, chunks=32, split=False, rows=1, total=None):
+    lengths = Lengths(rows, total or rows * chunks, chunks)
+    return chunk_states.pick_config(K, V, dtype, heads, lengths, num_sms, split)
 
 
 def test_every_pick_is_compiled():
     compiled = set(chunk_fwd.configs())
+    compiled_bwd = set(chunk_states.configs())
     for heads, K, V, dtype, num_sms, emit in itertools.product(
         [1, 5, 64, 66, 67, 100, 132, 133, 256, 4096],
         (64, 128),
@@ -31,6 +38,9 @@ def test_every_pick_is_compiled():
         for chunks, split in itertools.product((0, 1, 8, 100, 10000), (False, True)):
             config, segment = pick(heads, K, V, dtype, num_sms, emit, chunks, split)
             assert config in compiled and segment >= 1
+            assert split or segment >= chunks
+            config, segment = pick_bwd(heads, K, V, dtype, num_sms, chunks, split)
+            assert config in compiled_bwd and segment >= 1
             assert split or segment >= chunks
 
 
@@ -76,6 +86,43 @@ def test_split_of_a_head(heads, VR):
 def test_parts_of_a_sequence(options, parts):
     _, segment = pick(split=True, **options)
     assert -(-options["chunks"] // segment) == parts
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (dict(heads=8, chunks=512), 16),  # two walks of 8 heads
+        (dict(heads=8, chunks=128), 8),
+        (dict(heads=16, chunks=128), 4),
+        (dict(heads=16, chunks=512), 8),
+        (dict(heads=32, chunks=512), 1),  # halves of heads, in both directions, fill the card
+        (dict(heads=8, chunks=64, rows=8), 1),  # heads fill it
+        (dict(heads=8, chunks=16), 1),  # too short to gain
+        (dict(heads=8, chunks=512, rows=2, total=512), 19),  # two sequences, nobody knows of what length
+        (dict(heads=32, chunks=512, rows=2, total=512), 1),
+        (dict(heads=8, chunks=448, rows=2, total=512), 18),  # ... and somebody does
+        (dict(heads=32, chunks=512, rows=16, total=512), 1),  # many of them
+    ],
+)
+def test_parts_of_a_sequence_backward(options, parts):
+    _, segment = pick_bwd(split=True, **options)
+    assert -(-options["chunks"] // segment) == parts
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 12, 13, 100])
+@pytest.mark.parametrize("packed", [False, True])
+def test_slots_of_segments(packed, chunks):
+    """Every sequence finds its own, and one that is not split is a segment by itself."""
+    N, num_tokens = 5, 64 * 12 + 20
+    lengths = Lengths.of(N, num_tokens, packed, None, None)
+    cut = Segments.of(chunks, lengths, num_tokens, packed)
+    assert cut.split == (chunks < 13)
+    if not cut.split:
+        assert cut[1:] == (N, 14, 1, 0)
+    elif packed:
+        assert cut.number == num_tokens // (64 * chunks) + N and 1 << cut.search_steps > N
+    else:
+        assert cut.number == N * cut.per_row and (cut.per_row - 1) * chunks < 13 <= cut.per_row * chunks
 
 
 def test_registers_fit_the_register_file():

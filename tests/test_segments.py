@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from flash_qla_tl import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, chunk_kda, kda_fwd
+from flash_qla_tl import (
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+    chunk_kda,
+    kda_fwd,
+)
 from flash_qla_tl.testing import inputs, kda_inputs, rel_l2
+from flash_qla_tl.torch_chunked import chunked
 
 pytestmark = pytest.mark.gpu
 LIMIT = 0.008
@@ -20,16 +27,18 @@ SHAPES = {
 
 @pytest.fixture(params=[1, 2, 3])
 def segments(request, monkeypatch):
-    """Segments of so many chunks, whatever the shape."""
-    from flash_qla_tl.kernels.gated_delta_rule import chunk_fwd
+    """Segments of so many chunks, whatever the shape, in the forward and in the backward."""
+    from flash_qla_tl.kernels.gated_delta_rule import chunk_fwd, chunk_states
 
-    pick = chunk_fwd.pick_config
+    def shortened(pick):
+        def short(*args):
+            config, chunks = pick(*args)
+            return config, request.param if args[-1] else chunks
 
-    def short(*args):
-        config, chunks = pick(*args)
-        return config, request.param if args[-1] else chunks
+        return short
 
-    monkeypatch.setattr(chunk_fwd, "pick_config", short)
+    for kernel in (chunk_fwd, chunk_states):
+        monkeypatch.setattr(kernel, "pick_config", shortened(kernel.pick_config))
 
 
 def gates(x, decay):
@@ -64,6 +73,130 @@ def test_same_as_whole(segments, shape, decay, dtype):
         assert rel_l2(ours, unsplit) < 6e-3
     again = chunk_gated_delta_rule(**x, output_final_state=True)
     assert torch.equal(again[0], o) and torch.equal(again[1], ht)
+
+
+# The gradients of the gates and of beta are sums in which much cancels.
+GRADIENT_LIMITS = {"dq": LIMIT, "dk": LIMIT, "dv": LIMIT, "db": 0.015, "dg": 0.015, "dh0": LIMIT}
+
+
+def backward(x, do, dht):
+    """-> a function of auto_cp that gives dq, dk, dv, db, dg, dh0 from one forward, which is not split."""
+    fwd = chunk_gated_delta_rule_fwd(**x, auto_cp=False)
+    args = {**x, "g": None if x["g"] is None else fwd.g_cumsum, "A": fwd.A, "do": do, "dht": dht}
+    return lambda auto_cp=True: chunk_gated_delta_rule_bwd(**args, auto_cp=auto_cp)
+
+
+def exact_gradients(x, do, dht):
+    """The same in float64."""
+    names = [n for n in ("q", "k", "v", "beta", "g", "initial_state") if x.get(n) is not None]
+    leaves = {n: x[n].double().requires_grad_() for n in names}
+    q, k, v, beta, g, h0 = (leaves.get(n) for n in ("q", "k", "v", "beta", "g", "initial_state"))
+    mT = x.get("state_v_first", False)
+    out = chunked(q, k, v, g, beta, q.shape[3] ** -0.5, h0.mT if mT and h0 is not None else h0, x.get("cu_seqlens"))
+    pairs = [(out.o, do.double())] + ([] if dht is None else [(out.ht.mT if mT else out.ht, dht.double())])
+    outputs, weights = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, list(leaves.values()), weights)
+    found = dict(zip(names, found, strict=True))
+    return [found.get(n) for n in ("q", "k", "v", "beta", "g", "initial_state")]
+
+
+def hold_against(grads, whole, truth, do):
+    for (name, limit), ours, unsplit, expected in zip(GRADIENT_LIMITS.items(), grads, whole, truth, strict=True):
+        if expected is None:
+            assert ours is None and unsplit is None
+            continue
+        # Under strong decay dg itself nearly vanishes, and dh0 falls below the numbers of fp16.
+        size = max(expected.norm(), {"dg": 1e-4, "dh0": 1e-6}.get(name, 0.0) * do.double().norm())
+        error, error_whole = ((x - expected).norm() / size for x in (ours, unsplit))
+        assert error < max(limit, 1.2 * error_whole), name
+        # Each is as far from the truth, in its own direction.
+        assert (ours - unsplit).double().norm() / size < limit, name
+
+
+@pytest.mark.parametrize("decay", ["none", "slow", "fast", "mixed"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_same_as_whole(segments, shape, decay, dtype):
+    x = inputs(**{"K": 128, **SHAPES[shape]}, h0_dtype=torch.float32, dtype=dtype, device="cuda")
+    gates(x, decay)
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+    truth = exact_gradients(x, do, dht)
+    if shape == "padded":  # what no sequence has may be anything
+        for y in (x["q"], x["k"], x["v"], x["g"], x["beta"], do):
+            if y is not None:
+                y[:, 570:] = torch.nan
+    run = backward(x, do, dht)
+    grads, whole = run(), run(auto_cp=False)
+    if shape == "padded":
+        assert all(y is None or not y[:, 570:].any() for y in grads[:5])
+        do = do[:, :570]
+    hold_against(grads, whole, truth, do)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(grads, run(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(h0_dtype=None, dht=False),
+        dict(h0_dtype=None, dht=True),
+        dict(h0_dtype=torch.bfloat16, dht=False, cu_dtype=torch.int64),
+        dict(h0_dtype=torch.float16, dht=True, state_v_first=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [{}, {"K": 64, "V": 64}, {"K": 64, "V": 128}], ids=str)
+def test_gradients_by_options(segments, options, size):
+    """Which states there are, and in what layout; three sequences, two of them longer than a segment."""
+    given = {name: y for name, y in options.items() if name != "dht"}
+    x = inputs(H=2, HV=4, lengths=[300, 0, 450], **{"K": 128, **size}, **given, device="cuda")
+    gates(x, "mixed")
+    V, K = x["v"].shape[3], x["k"].shape[3]
+    state = (3, 4, V, K) if options.get("state_v_first") else (3, 4, K, V)
+    do, dht = torch.randn_like(x["v"]), torch.randn(state, device="cuda") if options["dht"] else None
+    run = backward(x, do, dht)
+    hold_against(run(), run(auto_cp=False), exact_gradients(x, do, dht), do)
+
+
+@pytest.mark.parametrize("regime", ["zero", "strong", "reset", "mixed"])
+def test_gradients_by_gate(segments, regime):
+    x = inputs(1, 500, 1, 4, 128, regime=regime, h0_dtype=torch.float32, device="cuda")
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+    run = backward(x, do, dht)
+    hold_against(run(), run(auto_cp=False), exact_gradients(x, do, dht), do)
+
+
+def test_gradients_beside_a_sequence_of_nan(segments):
+    """The last chunk of a sequence is ragged, and what lies behind it is the next one's."""
+    x = inputs(H=1, HV=2, K=128, lengths=[300, 400, 321], h0_dtype=torch.float32, device="cuda")
+    gates(x, "mixed")
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+    expected = backward(x, do, dht)()
+    for y in (x["q"], x["k"], x["v"], x["g"], x["beta"], do):
+        y[:, 300:700] = torch.nan
+    grads = backward(x, do, dht)()
+    for ours, theirs in zip(grads[:5], expected, strict=False):
+        assert torch.equal(ours[:, :300], theirs[:, :300]) and torch.equal(ours[:, 700:], theirs[:, 700:])
+    assert torch.equal(grads.dh0[[0, 2]], expected.dh0[[0, 2]])
+
+
+def test_training_with_activations(segments):
+    x = inputs(H=2, HV=4, K=128, lengths=[300, 0, 450], normalised=False, h0_dtype=torch.float32, device="cuda")
+    x |= {
+        "g": torch.randn_like(x["g"]) - 4,
+        "A_log": torch.zeros(4, device="cuda"),
+        "dt_bias": torch.zeros(4, device="cuda"),
+    }
+    x |= {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    leaves = {name: y.requires_grad_() for name, y in x.items() if torch.is_tensor(y) and y.is_floating_point()}
+
+    def step(**options):
+        o, ht = chunk_gated_delta_rule(**x, output_final_state=True, **options)
+        return torch.autograd.grad(o.float().square().sum() + ht.square().sum(), list(leaves.values()))
+
+    whole = step(auto_cp=False)
+    for options in ({}, {"cu_seqlens_cpu": x["cu_seqlens"].cpu()}):
+        for name, ours, unsplit in zip(leaves, step(**options), whole, strict=True):
+            assert rel_l2(ours, unsplit) < (0.015 if name in ("g", "beta", "A_log", "dt_bias") else LIMIT), name
 
 
 def test_activations_inside(segments):
@@ -132,6 +265,10 @@ def test_keys_that_grow_a_state(segments):
     o, ht = chunk_gated_delta_rule(**x, output_final_state=True)
     whole = chunk_gated_delta_rule(**x, output_final_state=True, auto_cp=False)
     assert rel_l2(o, whole[0]) < 1e-2 and rel_l2(ht, whole[1]) < 1e-2
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+    run = backward(x, do, dht)
+    for name, ours, unsplit in zip(GRADIENT_LIMITS, run(), run(auto_cp=False), strict=True):
+        assert rel_l2(ours, unsplit) < 2e-2, name
 
 
 def test_batch_does_not_matter_without():
@@ -144,6 +281,12 @@ def test_batch_does_not_matter_without():
     )
     o = chunk_gated_delta_rule(**x)[0]
     assert rel_l2(o, chunk_gated_delta_rule(**x, auto_cp=False)[0]) < 6e-3
+    do = torch.randn_like(x["v"])
+    both, one = backward(x, do, None), backward(alone, do[:, :8192], None)
+    for name, ours, theirs, split in zip(GRADIENT_LIMITS, both(auto_cp=False), one(auto_cp=False), both(), strict=True):
+        if ours is not None:
+            assert torch.equal(ours[:, :8192], theirs), name
+            assert rel_l2(split, ours) < GRADIENT_LIMITS[name], name
 
 
 @pytest.mark.parametrize("cu", [[0, 5000, 2000], [700, 100, 90000], [-5, 3, 640], [640, 640, 640], [500, 640, 0]])
@@ -152,7 +295,8 @@ def test_contents_that_make_no_sense(segments, cu):
     x = inputs(B=1, T=640, H=1, HV=2, K=128, device="cuda")
     x["cu_seqlens"] = torch.tensor(cu, dtype=torch.int32, device="cuda")
     chunk_gated_delta_rule(**x, output_final_state=True)
-    chunk_gated_delta_rule_fwd(**x, output_h=True)
+    fwd = chunk_gated_delta_rule_fwd(**x, output_h=True)
+    chunk_gated_delta_rule_bwd(**{**x, "g": fwd.g_cumsum}, A=fwd.A, do=torch.ones_like(fwd.o), dht=fwd.final_state)
     torch.cuda.synchronize()
 
 

@@ -1,12 +1,13 @@
-"""The state before every segment of a sequence, from what an operator's segment_states.py made of the segments.
+"""The state before every segment of a sequence, and the gradient behind it, from what an operator's segment_states.py made of the segments.
 
-    S_g = M_g S_g-1 + N_g       where exact[g] says that M counts; else S_g = N_g is there already
+    S_g = M_g S_g-1 + N_g       where exact says that M counts; else S_g = N_g is there already
+    R_g = M_g+2^T R_g+1 + D_g   in reverse; M_g leads from segment g - 1 to g, so M_g+2 is what segment g + 1 makes
 
 Those before segments 0 and 1 are there already: M and exact of these two are not looked at.
 
-Grid (sequences * HV * V / 64): a CTA of one warpgroup goes through the segments of a sequence with 64 rows of S^T and writes them over
-N^T. The product is made of 16-bit halves of both, three of four: to 2^-16 of a number in bf16, and to 2^-25 of 1 in fp16, whose
-exponents end there.
+Grid ([2 *] sequences * HV * V / 64): a CTA of one warpgroup goes through the segments of a sequence with 64 rows of S^T and writes them
+over N^T, or with R^T, from the last on, over D^T. The product is made of 16-bit halves of both, three of four: to 2^-16 of a number in
+bf16, and to 2^-25 of 1 in fp16, whose exponents end there.
 """
 
 import functools

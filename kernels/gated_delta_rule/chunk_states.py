@@ -10,9 +10,11 @@ inverse (chunk_intra.py), S the state before the chunk and R the gradient with r
 Every gate has been moved to where it is at most 1: docs/math_backward.md derives both. S and R are written in the
 dtype of k, as [V, K], one slot a chunk; R before the first chunk is dh0.
 
-Grid (N * 2 HV V / VR): of a sequence's CTAs the first half makes states, the second half gradients; each carries VR rows of
-one head's matrix through one sequence. Rows run along V, and no row meets another: a state warpgroup keeps 64 of them,
-[64, K], in fp32 registers for the whole sequence, and both products of a chunk have it as their register operand.
+Grid (segments * 2 HV V / VR): of a segment's CTAs the first half makes states, the second half gradients; each carries VR rows of
+one head's matrix through one segment, which is a whole sequence unless few heads would leave the card idle (segments.py). A segment
+begins with what segment_starts.py made, S before it and R behind it; a sequence with h0 and dht. Rows run along V, and no row meets
+another: a state warpgroup keeps 64 of them, [64, K], in fp32 registers all the way, and both products of a chunk have it as their
+register operand.
 Chunk i of sequence n has slot n slots_per_row + i, or, packed, bos // 64 + n + i: at most T // 64 + N, no two alike.
 
     warps            work                                          waits on                     signals

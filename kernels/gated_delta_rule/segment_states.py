@@ -1,25 +1,33 @@
-"""The state at the end of every segment of a sequence, as if it had begun with none, and what the segment makes of a state.
+"""What every segment of a sequence makes of a state, and of a gradient behind it, as if it had begun with none.
 
-chunk_fwd walks the segments of a long sequence at the same time; each wants the state before it. A segment turns a state S into
+The segments of a long sequence are walked at the same time (chunk_fwd.py, chunk_states.py); each wants the state before it and, in a
+backward, the gradient R with respect to the state behind it. A segment turns a state S, and in reverse an R, into
 
-    S' = M S + N
+    S' = M S + N          R = M^T R' + D
 
-N is a walk over it from nothing, M^T one with v = 0 from the identity. With S^T in registers, 64 rows a CTA, M^T is K rows more:
+N is a walk over it from nothing, M^T one with v = 0 from the identity, D one from the last chunk to the first. With S^T in registers,
+64 rows a CTA, M^T is K rows more:
 
-    W  = V - 2^G o (K S)          Vn = T W          S <- 2^G_last S + K^T (2^(G_last - G) o Vn)
+    W   = V - 2^G o (K S)                         Vn = T W          S <- 2^G_last S + K^T (2^(G_last - G) o Vn)
+    dVn = 2^(G_last - G) o (K R) + P^T dO         dW = T^T dVn      R <- 2^G_last R - K^T (2^G o dW) + Q^T (scale 2^G o dO)
 
 Not all of it is walked. chunk_intra.py gives with every chunk a bound of what it leaves of a state; where the last chunks of a
 segment leave less than 2^LIMIT, N is a walk over these alone and M is nothing. Heads which do not decay that far take the whole
-segment; the first segment of a sequence begins with h0 then and needs no M.
+segment; the first segment of a sequence begins with h0 then and needs no M. In reverse the same holds of a segment's first chunks,
+of the last segment, and of dht.
 
-Grid (segments * HV * (V + K) / 64), two CTAs an SM: CTA (g, head, block) makes rows of what is before segment g: N^T to starts[g], and M^T
-to transfers[g] as the sum of two 16-bit numbers. exact[g] says whether M counts (kernels/common/segment_starts.py). Segments have slots
-as chunks do.
+Grid (segments * HV * (V + K [+ V]) / 64), two CTAs an SM: CTA (g, head, block) makes rows of what is before segment g, N^T to starts[g],
+of the M^T that leads there to transfers[g], as the sum of two 16-bit numbers, or of what is behind segment g, D^T to starts[segments + g].
+exact says whether M counts (kernels/common/segment_starts.py). Slots of segments: kernels/common/segments.py.
 
-    warps       work                                            waits on            signals
-    STATE (4)   W, Vn, S of a chunk                             loaded tp_ready     free
-    LOAD (1)    TMA of K, V, T with P^T, gate factors           free                loaded
-    SPLIT (1)   T from the tile that holds both                 loaded              tp_ready
+    warps       work                                            waits on                      signals
+    STATE (4)   W, Vn, S of a chunk; in reverse dVn, dW, R      loaded tp_ready q_loaded      free q_free p_free
+    LOAD (1)    TMA of K, V or dO, T with P^T, gate factors     free                          loaded
+    SPLIT (1)   T and P^T from the tile that holds both; in     loaded p_free                 tp_ready
+                reverse zeroes rows past the sequence's end
+    QUERY (1)   in reverse, TMA of Q                            q_free                        q_loaded
+
+Three stages; in reverse two, Q lying in the third's K, and one P^T: so shared memory is the same.
 """
 
 import functools
@@ -40,6 +48,7 @@ from flash_qla_tl.kernels.common.walk import advance, find_segment, find_slot, l
 
 STAGES = 3
 PRODUCER, THREADS = 128, 256
+# Per thread of the producers and the state warpgroup, by K.
 REGISTERS = {64: (72, 184), 128: (48, 208)}
 # fp32 rounds at 2^-24 of a state.
 LIMIT = -32.0
