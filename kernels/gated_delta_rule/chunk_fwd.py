@@ -19,7 +19,7 @@ two CTAs) where they do not.
     SPLIT (1)        T and P^T from the tile that holds both       loaded tp_loaded                 tp_ready
     STORE (1)        O, the sequence's rows of it                  o_full                           o_free
 
-It is launched while the kernel before it ends: LOAD waits for that, and STATE where segments have states made by it.
+It may be launched while the kernel before it ends: LOAD waits for that, and STATE where segments have states made by it.
 
 Rows past a sequence's end are made inert: K and V zero here, decay 1 and beta 0 in T; garbage rows of Q reach only rows of O
 that are not stored. Everything that varies per call (heads, lengths, strides, types and layouts of the states, scale, which
@@ -35,7 +35,7 @@ import tilelang.language as T
 import torch
 
 from flash_qla_tl.kernels.common.gates import FACTORS, NUM_FACTORS, device_source
-from flash_qla_tl.kernels.common.segments import Lengths, Segments, pick
+from flash_qla_tl.kernels.common.segments import Lengths, Segments, launched_early, pick
 from flash_qla_tl.kernels.common.state_pool import read_slots, slot_arguments, state_arguments
 from flash_qla_tl.kernels.common.target import CHUNK, TARGET, dtype_name, launcher, num_sms, on_device
 from flash_qla_tl.kernels.common.tensors import address, readable, state_rows, tma_ready
@@ -481,6 +481,7 @@ def chunk_fwd(
             A_log=A_log,
             dt_bias=dt_bias,
             beta_range=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
+            early=not cut.split and launched_early(N * HV * V // config.VR, config.VR, num_sms(device)),
         )
         if cut.split:
             starts = segment_starts(

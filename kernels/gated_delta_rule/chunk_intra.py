@@ -142,7 +142,7 @@ def build(K: int, dtype: str):
         A_log_address: T.int64, dt_bias_address: T.int64,
         beta_address: T.int64, beta_type: T.int32, beta_stride_b: T.int64, beta_stride_t: T.int64, beta_stride_h: T.int64,
         beta_range: T.float32, norms: T.int32, scale: T.float32,
-        num_seqs: T.int32, search_steps: T.int32, group: T.int32, heads: T.int32, split: T.int32, parts: T.int32, depth: T.int32,
+        num_seqs: T.int32, search_steps: T.int32, group: T.int32, heads: T.int32, split: T.int32, parts: T.int32, depth: T.int32, early: T.int32,
         cu_address: T.int64, cu_stride: T.int32, slots_per_row: T.int32,
         A_address: T.int64, g_cumsum_address: T.int64, o_address: T.int64, o_width: T.int32,
     ):  # fmt: skip
@@ -243,8 +243,9 @@ def build(K: int, dtype: str):
                 T.sync_threads()
                 device("qla_store_products", kk.data, qk.data, T.address_of(norm_s[0, 0]), T.address_of(raw[0]))
                 T.sync_threads()
-                # The kernel behind this one may come as soon as there is room; it waits for what it reads.
-                T.pdl_trigger()
+                if early != 0:
+                    # The kernel behind this one may come as soon as there is room; it waits for what it reads.
+                    T.pdl_trigger()
                 device("qla_clear_quarters", T.address_of(raw[RAW + warp * OWN]), lane)
                 for j in T.unroll(2):
                     norm_k[j] = norm_s[0, 2 * lane + j]
@@ -315,11 +316,13 @@ def chunk_intra(
     dt_bias: torch.Tensor | None,
     beta_range: float,
     g_summed: bool = False,
+    early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> T with P^T, and the gate factors, by slot. Fills A and g_cumsum where given, and rows of o, A and g_cumsum of no sequence.
 
     g (or None: no decay) and beta are fp32, bf16 or fp16 in any strides; A_log and dt_bias fp32 [HV] together or None; beta_range
-    is the factor of beta's sigmoid, 0 for none. g_summed: g is the g_cumsum of an earlier call.
+    is the factor of beta's sigmoid, 0 for none. g_summed: g is the g_cumsum of an earlier call. early: the next launch waits
+    for this one by itself, and may come before its end.
     """
     B, num_tokens, H, K = q.shape
     HV = beta.shape[2]
@@ -334,7 +337,7 @@ def chunk_intra(
         address(g), 0 if g is None else FLOAT_TYPE[g.dtype], *((0, 0, 0) if g is None else g.stride()), int(g_summed),
         address(A_log), address(dt_bias),
         address(beta), FLOAT_TYPE[beta.dtype], *beta.stride(), beta_range, int(use_qk_l2norm), scale,
-        N, N.bit_length(), HV // H, heads, {1: 4, 2: 2}.get(heads, 1), HV // heads, depth,
+        N, N.bit_length(), HV // H, heads, {1: 4, 2: 2}.get(heads, 1), HV // heads, depth, int(early),
         address(cu_seqlens), cu_stride(cu_seqlens), -(-num_tokens // CHUNK),
         address(A), address(g_cumsum), address(o), o.shape[3] // 2,
     )  # fmt: skip

@@ -9,7 +9,15 @@ import functools
 
 import torch
 
-from flash_qla_tl.kernels.common.segments import MAX_PARTS, MIN_SEGMENT, Lengths, Segments, segments_us, whole_us
+from flash_qla_tl.kernels.common.segments import (
+    MAX_PARTS,
+    MIN_SEGMENT,
+    Lengths,
+    Segments,
+    launched_early,
+    segments_us,
+    whole_us,
+)
 from flash_qla_tl.kernels.common.state_pool import read_slots, same_memory
 from flash_qla_tl.kernels.common.target import CHUNK, dtype_name, num_sms
 from flash_qla_tl.kernels.common.tensors import FLOAT_TYPE, holds_states, state_rows, tma_ready
@@ -110,6 +118,14 @@ def forward(
             ht.zero_() if h0 is None else ht.copy_(read_slots(h0, h0_indices, pad_slot_id))
         return o, h
 
+    # Copies come first: the walk may begin while the launch in front of it, which is to be prepare's, has not ended.
+    h0 = None if h0 is None else state_rows(h0)
+    v, out = tma_ready(v), tma_ready(o)
+    state = ht if ht is None or (ht.dtype in FLOAT_TYPE and holds_states(ht)) else empty(ht.shape, dtype=torch.float32)
+    sms = num_sms(v.device.index)
+    lengths = Lengths.of(N, num_tokens, cu_seqlens is not None, num_chunks, longest)
+    config, segment = pick_config(dtype_name(v), HV, lengths, sms, h is not None)
+    cut = Segments.of(segment, lengths, num_tokens, cu_seqlens is not None)
     workspace = prepare(
         q,
         k,
@@ -124,13 +140,8 @@ def forward(
         lower_bound=None if lower_bound is None else float(lower_bound),
         use_beta_sigmoid=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
+        early=not cut.split and launched_early(N * HV * V // config.VR, config.VR, sms),
     )
-    h0 = None if h0 is None else state_rows(h0)
-    v, out = tma_ready(v), tma_ready(o)
-    state = ht if ht is None or (ht.dtype in FLOAT_TYPE and holds_states(ht)) else empty(ht.shape, dtype=torch.float32)
-    lengths = Lengths.of(N, num_tokens, cu_seqlens is not None, num_chunks, longest)
-    config, segment = pick_config(dtype_name(v), HV, lengths, num_sms(v.device.index), h is not None)
-    cut = Segments.of(segment, lengths, num_tokens, cu_seqlens is not None)
     before = {
         "h0": h0,
         "h0_indices": h0_indices,

@@ -115,7 +115,7 @@ def build(config: Config):
         beta_address: T.int64, beta_type: T.int32, beta_stride_b: T.int64, beta_stride_t: T.int64, beta_stride_h: T.int64,
         beta_range: T.float32,
         cu_address: T.int64, cu_stride: T.int32, num_seqs: T.int32, chunk_offsets_address: T.int64,
-        kd_address: T.int64, qd_address: T.int64, kr_address: T.int64, TP_address: T.int64, factors_address: T.int64,
+        kd_address: T.int64, qd_address: T.int64, kr_address: T.int64, TP_address: T.int64, factors_address: T.int64, early: T.int32,
     ):  # fmt: skip
         with T.Kernel(slots * HV, threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
@@ -202,8 +202,9 @@ def build(config: Config):
                 )  # fmt: skip
                 T.sync_threads()
                 T.barrier_wait(loaded[0], 0)
-                # The kernel behind this one may come as soon as there is room; it waits for what it reads.
-                T.pdl_trigger()
+                if early != 0:
+                    # The kernel behind this one may come as soon as there is room; it waits for what it reads.
+                    T.pdl_trigger()
                 if valid < CHUNK:
                     device("qlk_zero_rows", smem(tiles[Q_IN, 0]), valid)
                     device("qlk_zero_rows", smem(tiles[K_IN, 0]), valid)
@@ -265,10 +266,12 @@ def prepare(
     lower_bound: float | None = None,
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
+    early: bool = False,
 ) -> Workspace:
     """One launch for arguments that were checked at the door, with something in them.
 
     use_gate: g is the raw gate input, activated inside; A_log, dt_bias and lower_bound are read with it only.
+    early: the next launch waits for this one by itself, and may come before its end.
     """
     B, num_tokens, H, _ = q.shape
     HV = g.shape[2]
@@ -300,7 +303,7 @@ def prepare(
             gate, lower_bound or 0.0, address(A_log), address(dt_bias),
             address(beta), FLOAT_TYPE[beta.dtype], *beta.stride(), (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
             address(cu_seqlens), cu_stride, N, address(chunk_offsets),
-            *(address(x) for x in (kd, qd, kr, triangles, factors)),
+            *(address(x) for x in (kd, qd, kr, triangles, factors)), int(early),
         )  # fmt: skip
     return Workspace(kd, qd, kr, triangles, factors, chunk_offsets)
 

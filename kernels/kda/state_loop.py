@@ -20,7 +20,7 @@ the last sequence. Two VR: 128 where segments x heads fill the card, 64 (the hea
     SPLIT (1)        T and P from the tile that holds both         a_loaded b_free                     tp_ready
     STORE (1)        O, the sequence's rows of it                  o_full                              o_free
 
-It is launched while the kernel before it ends: LOAD waits for that, and all do who read the offsets of packed chunks or the states of
+It may be launched while the kernel before it ends: LOAD waits for that, and all do who read the offsets of packed chunks or the states of
 segments.
 
 Rows past a sequence's end are inert in the workspace: kd, qd, kr and P are zero there, and so are T's columns.
