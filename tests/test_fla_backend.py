@@ -422,13 +422,21 @@ def test_missing_fla(monkeypatch):
     flash_qla_tl.disable_fla()
 
 
+@pytest.fixture
+def few_configurations(monkeypatch):
+    """Of what Triton would compile and time for each of FLA's kernels, minutes of work, two are enough for a result."""
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    pytest.importorskip("fla")
+    pruned = autotuner.prune_configs
+    monkeypatch.setattr(autotuner, "prune_configs", lambda *args, **kwargs: pruned(*args, **kwargs)[:2])
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("few_configurations")
 @pytest.mark.parametrize("lengths", [None, [70, 0, 130]], ids=["dense", "packed"])
 @pytest.mark.parametrize("activations", [False, True], ids=["plain", "activations"])
 def test_gives_what_fla_gives(lengths, activations, reasons, caplog):
     """Its kernels and ours through one function of FLA, forward and backward."""
-    pytest.importorskip("triton")
-    pytest.importorskip("fla")
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
     case = inputs(2, 200, 2, 4, 128, lengths=lengths, h0_dtype=FP32, device="cuda")
@@ -464,10 +472,9 @@ def test_gives_what_fla_gives(lengths, activations, reasons, caplog):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("few_configurations")
 def test_kda_gives_what_fla_gives(reasons, caplog):
-    """The forward, in our kernels as soon as there are any."""
-    pytest.importorskip("triton")
-    pytest.importorskip("fla")
+    """The forward."""
     from fla.ops.kda import chunk_kda as rule
 
     case = kda_inputs(2, 200, 2, 4, 128, regime="normal", h0_dtype=FP32, device="cuda")
