@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_qla_tl import checks
-from flash_qla_tl.affine import Call, affine_pair, affine_pair_bwd
+from flash_qla_tl.affine import Call, OnKernels, affine_pair, affine_pair_bwd
 from flash_qla_tl.dispatch import k_first
 from flash_qla_tl.utils.norm import compute_dtype
 
@@ -176,17 +176,18 @@ def _run(
     initial_state: Tensor | None,
     output_final_state: bool,
     state_v_first: bool,
+    kernels: OnKernels | None = None,
     **others: object,
 ) -> tuple:
     """``function``, a public operator, of checked arguments, with the state that the ranks before hand on.
 
-    ``others`` are options that have no part in what happens to a state. Returns what ``function`` does.
+    ``kernels`` make the maps, where the operator has some for these tensors; else the operator itself does. ``others`` are options that have no part in what happens to a state. Returns what ``function`` does.
     """
     tokens = int(context.cu_seqlens_cpu[-1])
     if (T := arguments["q"].shape[1]) != tokens:
         raise ValueError(f"q must have T = {tokens}, the tokens of this rank in cp_context, got T = {T}")
     others |= {"cu_seqlens": context.cu_seqlens, "cu_seqlens_cpu": context.cu_seqlens_cpu}
-    call = Call(function, arguments)
+    call = Call(function, arguments, kernels)
     h0, M = k_first(initial_state, state_v_first), None
     if context.most_num_ranks:
         h0, M = _receive(context, call, h0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_qla_tl import checks, context_parallel, custom_ops
+from flash_qla_tl.affine import OnKernels
 from flash_qla_tl.dispatch import k_first, on_kernels, state_layout
 from flash_qla_tl.kernels.common import target
 from flash_qla_tl.kernels.common.state_pool import read_slots, write_slots
@@ -214,6 +215,7 @@ def chunk_gated_delta_rule(
             initial_state=initial_state,
             output_final_state=output_final_state,
             state_v_first=state_v_first,
+            kernels=_MAPS if on_kernels(OPERATOR, target.refusal(q, k, v), q, backend) else None,
         )
     if torch.compiler.is_compiling():
         return _op(
@@ -488,6 +490,11 @@ def chunk_gated_delta_rule_bwd(
     return ChunkGatedDeltaRuleBwd(dq, dk, dv, db, dg, k_first(dh0, state_v_first))
 
 
+def _beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> float:
+    """The factor of beta's sigmoid, 0 for none."""
+    return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
+
+
 class _Options(NamedTuple):
     """What a call of the kernels is told besides its tensors."""
 
@@ -498,7 +505,7 @@ class _Options(NamedTuple):
     longest: int | None
     auto_cp: bool
     use_qk_l2norm: bool
-    beta_range: float  # the factor of beta's sigmoid, 0 for none
+    beta_range: float  # _beta_range
 
     @classmethod
     def of(
@@ -515,8 +522,7 @@ class _Options(NamedTuple):
         allow_neg_eigval,
         **_,
     ):
-        beta_range = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
-        activations = use_qk_l2norm_in_kernel, beta_range
+        activations = use_qk_l2norm_in_kernel, _beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
         return cls(scale, output_final_state, state_v_first, num_chunks, longest, auto_cp, *activations)
 
 
@@ -630,6 +636,58 @@ def _activated(q, k, beta, cu_seqlens, options):
     return activations_fwd(
         q, k, beta, cu_seqlens=cu_seqlens, use_qk_l2norm=options.use_qk_l2norm, beta_range=options.beta_range
     )
+
+
+def _state_map(
+    *, q, k, v, g, beta, use_qk_l2norm_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, **_
+):
+    """N and M of a call on whole chunks (affine.py); with A_log, g is the raw gate."""
+    from flash_qla_tl.kernels.gated_delta_rule.affine import state_map
+
+    return state_map(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        beta_range=_beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+    )
+
+
+def _state_gradient(
+    do,
+    dht,
+    *,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale,
+    use_qk_l2norm_in_kernel,
+    A_log,
+    dt_bias,
+    use_beta_sigmoid_in_kernel,
+    allow_neg_eigval,
+    **_,
+):
+    """D of the same (affine.py)."""
+    from flash_qla_tl.kernels.gated_delta_rule.affine import gradient
+
+    if use_qk_l2norm_in_kernel or use_beta_sigmoid_in_kernel:
+        from flash_qla_tl.kernels.gated_delta_rule.activations import activations_fwd
+
+        beta_range = _beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        q, k, beta = activations_fwd(
+            q, k, beta, cu_seqlens=None, use_qk_l2norm=use_qk_l2norm_in_kernel, beta_range=beta_range
+        )
+    return gradient(q, k, v, g, beta, do, dht, scale, A_log=A_log, dt_bias=dt_bias)
+
+
+_MAPS = OnKernels(target.CHUNK, _state_map, _state_gradient)
 
 
 def _op_fwd(*, cu_seqlens, cu_seqlens_cpu, **given):

@@ -20,6 +20,8 @@ MODULE = "flash_qla_tl.kernels.gated_delta_rule."
 def install(monkeypatch):
     monkeypatch.setitem(sys.modules, f"{MODULE}chunk_fwd", SimpleNamespace(chunk_fwd=chunk_fwd))
     monkeypatch.setitem(sys.modules, f"{MODULE}chunk_bwd", SimpleNamespace(chunk_bwd=chunk_bwd))
+    affine = SimpleNamespace(state_map=state_map, gradient=gradient)
+    monkeypatch.setitem(sys.modules, f"{MODULE}affine", affine)
     activations = SimpleNamespace(activations_fwd=activations_fwd, activations_bwd=activations_bwd)
     monkeypatch.setitem(sys.modules, f"{MODULE}activations", activations)
     monkeypatch.setattr(target, "refusal", refusal)
@@ -164,3 +166,25 @@ def activations_bwd(
     )
     found.update(zip(wanted, grads, strict=True))
     return tuple(found.values())
+
+
+@torch.no_grad()
+def state_map(q, k, v, g, beta, *, use_qk_l2norm, A_log, dt_bias, beta_range):
+    assert len(q) == 1 and q.shape[1] % 64 == 0
+    dtype = q.dtype
+    q, k, g, beta = _activate(q, k, g, beta, None, use_qk_l2norm, A_log, dt_bias, beta_range)
+    rounded = lambda x: x.to(dtype).float()  # noqa: E731
+    K, HV = k.shape[3], v.shape[2]
+    N = chunked(q, k, v, g, beta, 1.0, operand=rounded).ht
+    M = chunked(q, k, v.new_zeros(*v.shape[:3], K), g, beta, 1.0, torch.eye(K).expand(1, HV, K, K), operand=rounded).ht
+    return N[0], M[0]
+
+
+def gradient(q, k, v, g, beta, do, dht, scale, *, A_log, dt_bias):
+    dtype = q.dtype
+    q, k, g, beta = _activate(q, k, g, beta, None, False, A_log, dt_bias, 0.0)
+    rounded = lambda x: x.to(dtype).float()  # noqa: E731
+    out = chunked(q, k, v, g, beta, scale, operand=rounded)
+    g_cumsum = out.chunks.join(out.g_cumsum)
+    h0 = torch.zeros_like(dht)[None]
+    return chunked_bwd(q, k, v, g_cumsum, beta, do, dht[None], scale, h0, None, operand=rounded)[-1][0]

@@ -22,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flash_qla_tl
-from flash_qla_tl import build_cp_context, chunk_gated_delta_rule, chunk_kda
+from flash_qla_tl import build_cp_context, chunk_gated_delta_rule, chunk_kda, gated_delta_rule
+from flash_qla_tl.affine import Call, affine_pair, affine_pair_bwd
 from flash_qla_tl.context_parallel import fold, of_rank
-from flash_qla_tl.testing import rel_l2
+from flash_qla_tl.testing import inputs, rel_l2
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 DOCS = Path(__file__).parents[1] / "docs"
@@ -201,6 +202,40 @@ def test_forward_on_emulated_kernels(operator, monkeypatch):
     parts, _ = run(operator, args, 4, ranks.forward_on_rank)
     monkeypatch.undo()
     ranks.compare(operator, args | {"backend": "auto"}, parts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [40, 64, 500, 1344], ids=lambda n: f"{n} tokens")
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        (dict(H=2, HV=2, K=128, V=128), BF16),
+        (dict(H=1, HV=4, K=128, V=128), torch.float16),
+        (dict(H=2, HV=4, K=64, V=128), BF16),
+        (dict(H=2, HV=4, K=128, V=64), torch.float16),
+        (dict(H=8, HV=80, K=128, V=128), BF16),  # one segment
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["plain", "inside"])
+def test_maps_by_the_kernels(given, dtype, inside, T):
+    """N, M and D as whole calls make them, of heads that do not decay, that do slowly, and fast."""
+    x = inputs(1, T, **given, dtype=dtype, h0_dtype=FP32, device="cuda")
+    h0 = x.pop("initial_state")
+    rates = torch.tensor([0.0, 2.0, 0.003, 0.15], device="cuda").repeat(20)[: given["HV"]]
+    x["g"] = -rates * torch.rand_like(x["g"])
+    x |= {"scale": 0.3, "use_qk_l2norm_in_kernel": inside, "use_beta_sigmoid_in_kernel": inside}
+    x |= {"A_log": None, "dt_bias": None, "allow_neg_eigval": inside, "use_gate_in_kernel": False}
+    if inside:
+        x |= {"use_gate_in_kernel": True, "A_log": rates.clamp_min(1e-6).log(), "dt_bias": torch.zeros_like(rates)}
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(h0[0])
+    ours, whole = (Call(chunk_gated_delta_rule, x, kernels) for kernels in (gated_delta_rule._MAPS, None))
+    for begin in (None, h0):
+        pair = zip(affine_pair(ours, begin, True), affine_pair(whole, begin, True), strict=True)
+        assert all(rel_l2(a, b) < 0.008 for a, b in pair)
+    found = affine_pair_bwd(ours, do, dht)
+    assert rel_l2(found, affine_pair_bwd(whole, do, dht)) < 0.008
+    assert torch.equal(found, affine_pair_bwd(ours, do, dht))
 
 
 # The contract.

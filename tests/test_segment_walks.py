@@ -138,7 +138,7 @@ class Launches:
                 return i + 1
         return count + 1
 
-    def segment_states(self):
+    def segment_states(self, whole=False):
         cut = self.cut
         self.starts = slots(2 * cut.number, self.HV, self.K, self.V)
         self.transfers = slots(cut.number, self.HV, self.K, self.K)
@@ -147,18 +147,21 @@ class Launches:
             i_n, i_s, bos, eos, slot = self.find_segment(i_g)
             bos += i_s * cut.chunks * 64
             slot += i_s * cut.chunks
-            if not (i_s == 0 or (i_s > 0 and bos < eos)):
+            if not (i_s == 0 or (i_s > 0 and bos - whole * cut.chunks * 64 < eos)):
                 continue
-            behind = int((eos - bos + 63) / 64) - cut.chunks
+            behind = (eos - bos + 63) // 64 - cut.chunks
             for i_hv in range(self.HV):
-                for block in ("N", "M", "reverse"):
+                for block in ("N", "M") if whole else ("N", "M", "reverse"):
                     reverse = block == "reverse"
-                    count = min(max(behind, 0), cut.chunks) if reverse else cut.chunks if i_s > 0 else 0
-                    edge = behind <= cut.chunks if reverse else i_s <= 1
-                    first = slot + (cut.chunks if reverse else -1)
+                    if reverse:
+                        count = min(max(behind, 0), cut.chunks)
+                    else:
+                        count = min(behind + 2 * cut.chunks, cut.chunks) if i_s > 0 else 0
+                    edge = behind <= cut.chunks if reverse else i_s <= 1 and not whole
+                    first = slot + (cut.chunks if reverse else count - cut.chunks - 1)
                     found = self.within_reach(first, i_hv, 1 if reverse else -1, count)
                     if block == "M":
-                        if found <= count:
+                        if found <= count and not whole:
                             found = self.within_reach(slot - cut.chunks, i_hv, 1, count)
                         if found <= count or edge:
                             continue
@@ -169,7 +172,7 @@ class Launches:
                         self.exact[at] = found > count and not edge
                         if found > count and edge:
                             S = self.x["dht" if reverse else "initial_state"][i_n, i_hv]
-                    shift = cut.chunks if reverse else -n
+                    shift = cut.chunks if reverse else count - cut.chunks - n
                     for c in reversed(range(n)) if reverse else range(n):
                         place = slot + shift + c, i_n, bos + (shift + c) * 64
                         valid = min(eos - place[2], 64)
@@ -321,3 +324,27 @@ def test_transfer_in_reverse_is_the_transpose():
     R, zero = x["dht"][0], torch.zeros_like(x["dht"][0])
     D, dh0 = affine_pair_bwd(call, x["do"], zero), affine_pair_bwd(call, x["do"], R)
     torch.testing.assert_close(M.mT @ R + D, dh0, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("segment", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("regime", ["none", "slow", "fast", "mixed"])
+def test_map_of_a_whole_row(regime, segment):
+    """N and M of every segment, the first and a shorter last one too, composed as affine_map of segment_states.py does."""
+    x = problem(None, regime, T=320)
+    ours = Launches(x, 100)
+    parts = -(-5 // segment)
+    ours.cut = Segments(True, parts + 1, segment, parts + 1, 0)
+    ours.segment_states(whole=True)
+    for i_hv in range(ours.HV):
+        N, M = torch.zeros(ours.K, ours.V).double(), torch.eye(ours.K).double()
+        for g in range(1, parts + 1):
+            m = ours.transfers[g, i_hv] if ours.exact[g, i_hv] else torch.zeros_like(M)
+            N, M = m @ N + ours.starts[g, i_hv], m @ M
+        row = {name: x[name][:, :, i_hv : i_hv + 1] for name in ("v", "g", "beta")} | {"q": x["q"], "k": x["k"]}
+        call = Call(
+            lambda *, initial_state, output_final_state, **y: (None, chunked(**y, scale=SCALE, h0=initial_state).ht),
+            row,
+        )
+        expected = affine_pair(call, None, True)
+        torch.testing.assert_close(N, expected[0][0], rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(M, expected[1][0], rtol=1e-8, atol=1e-8)

@@ -643,72 +643,116 @@ def chunk_bwd(
     B, num_tokens, H, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
-    q, k, v, do, A = (tma_ready(x) for x in (q, k, v, do.to(v.dtype), A))
-    A = A.contiguous()
+    q, k, v, do, A = (tma_ready(x) for x in (q, k, v, do.to(v.dtype), A.contiguous()))
     empty = functools.partial(torch.empty, device=q.device)
     dq, dk, dv = (empty(x.shape, dtype=x.dtype) for x in (q, k, v))
     db, dg = (empty(beta.shape, dtype=torch.float32) for _ in range(2))
-    state_shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-    dh0 = None if h0 is None else empty(state_shape, dtype=torch.float32)
+    dh0 = None if h0 is None else _state(q, v, N, state_v_first)
     if N == 0 or dv.numel() == 0:
         for x in (dq, dk, dv, db, dg):
             x.zero_()
         if dh0 is not None:
             dh0.zero_() if dht is None else dh0.copy_(dht)
         return ChunkBwd(dq, dk, dv, db.to(beta.dtype), None if g_cumsum is None else dg.to(g_cumsum.dtype), dh0)
-    h0 = None if h0 is None else state_rows(h0)
-    dht = None if dht is None else state_rows(dht)
     # What is absent is read as a constant: the kernels have no branch for it.
     g = constants(q.device)[0].expand(beta.shape) if g_cumsum is None else g_cumsum.float()
-    beta_ = beta.float()
     slots_per_row = -(-num_tokens // CHUNK)
-    slots = B * slots_per_row if cu_seqlens is None else num_tokens // CHUNK + N
-    h, dh = (empty((slots, HV, V, K), dtype=q.dtype) for _ in range(2))
-    chunks = end = None
-    if cu_seqlens is not None:
-        chunks = empty((slots, 2), dtype=torch.int32)
-        end = cu_seqlens[-1:]
-    device = q.device.index
-    sms = num_sms(device)
+    end = None if cu_seqlens is None else cu_seqlens[-1:]
     lengths = Lengths.of(N, num_tokens, cu_seqlens is not None, num_chunks, longest)
-    config, segment = chunk_states.pick_config(K, V, dtype_name(q), HV, lengths, sms, auto_cp)
-    cut = Segments.of(segment, lengths, num_tokens, cu_seqlens is not None)
-    starts = None
-    with on_device(device):
-        if cut.split:
-            # The rows of dv of no sequence become zero here too: chunk_intra's is a forward, with an output.
-            TPs, factors = chunk_intra(
-                q,
-                k,
-                None if g_cumsum is None else g,
-                beta_,
-                scale,
-                dv,
-                slots=slots,
-                cu_seqlens=cu_seqlens,
-                A=None,
-                g_cumsum=None,
-                use_qk_l2norm=False,
-                A_log=None,
-                dt_bias=None,
-                beta_range=0.0,
-                g_summed=g_cumsum is not None,
-            )
-            starts = segment_starts(
-                k, v, TPs, factors,
-                cut=cut, h0=h0, cu_seqlens=cu_seqlens, state_v_first=state_v_first, q=q, do=do, dht=dht,
-            )  # fmt: skip
-        chunk_states.kernel(config)(
-            q, k, v, do, A, g, beta_, h, dh,
-            N, HV // H, address(cu_seqlens), cu_stride(cu_seqlens), scale, slots_per_row,
-            cut.number, cut.chunks, cut.per_row, cut.search_steps, address(starts),
-            *state_arguments(h0), *state_arguments(dht), address(dh0), int(state_v_first), address(chunks),
+    beta_ = beta.float()
+    with on_device(q.device.index):
+        walks = _walk(
+            q, k, v, g, beta_, A, do,
+            dht=dht, scale=scale, h0=h0, dh0=dh0, dv=dv, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+            lengths=lengths, auto_cp=auto_cp,
         )  # fmt: skip
         kernel(Config(K, V, dtype_name(q)))(
-            q, k, v, do, A, g, beta_, h, dh, dq, dk, dv, db, dg,
-            min(sms, slots * H), HV // H, scale, slots_per_row, address(chunks), address(end),
+            q, k, v, do, A, g, beta_, walks.h, walks.dh, dq, dk, dv, db, dg,
+            min(num_sms(q.device.index), len(walks.h) * H), HV // H, scale, slots_per_row, address(walks.chunks), address(end),
         )  # fmt: skip
     return ChunkBwd(dq, dk, dv, db.to(beta.dtype), None if g_cumsum is None else dg.to(g_cumsum.dtype), dh0)
+
+
+def state_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_cumsum: torch.Tensor,
+    beta: torch.Tensor,
+    A: torch.Tensor,
+    do: torch.Tensor,
+    dht: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """dh0 [B, HV, K, V] of :func:`chunk_bwd` for dense input of a token at least, without its last launch."""
+    q, k, v, do, A = (tma_ready(x) for x in (q, k, v, do.to(v.dtype), A.contiguous()))
+    B, num_tokens = q.shape[:2]
+    dh0 = _state(q, v, B, False)
+    lengths = Lengths.of(B, num_tokens, False, None, None)
+    with on_device(q.device.index):
+        _walk(
+            q, k, v, g_cumsum.float(), beta.float(), A, do,
+            # Dense input has no rows of no sequence.
+            dht=dht, scale=scale, h0=None, dh0=dh0, dv=v, cu_seqlens=None, state_v_first=False, lengths=lengths, auto_cp=True,
+        )  # fmt: skip
+    return dh0
+
+
+def _state(q: torch.Tensor, v: torch.Tensor, N: int, state_v_first: bool) -> torch.Tensor:
+    K, (HV, V) = q.shape[3], v.shape[2:]
+    return q.new_empty((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype=torch.float32)
+
+
+class _Walks(NamedTuple):
+    h: torch.Tensor  # the state before each chunk, by slot
+    dh: torch.Tensor  # the gradient behind it
+    chunks: torch.Tensor | None  # which tokens a slot holds, of packed input
+
+
+def _walk(q, k, v, g, beta, A, do, *, dht, scale, h0, dh0, dv, cu_seqlens, state_v_first, lengths, auto_cp) -> _Walks:
+    """The launches up to chunk_states, which also fills dh0 where there is one. Of dv rows of no sequence are written, if any."""
+    num_tokens, H, K = q.shape[1:]
+    HV, V = v.shape[2:]
+    h0 = None if h0 is None else state_rows(h0)
+    dht = None if dht is None else state_rows(dht)
+    slots_per_row = -(-num_tokens // CHUNK)
+    packed = cu_seqlens is not None
+    slots = num_tokens // CHUNK + lengths.number if packed else lengths.number * slots_per_row
+    h, dh = (q.new_empty((slots, HV, V, K)) for _ in range(2))
+    chunks = q.new_empty((slots, 2), dtype=torch.int32) if packed else None
+    config, segment = chunk_states.pick_config(K, V, dtype_name(q), HV, lengths, num_sms(q.device.index), auto_cp)
+    cut = Segments.of(segment, lengths, num_tokens, packed)
+    starts = None
+    if cut.split:
+        # The rows of dv of no sequence become zero here too: chunk_intra's is a forward, with an output.
+        TPs, factors = chunk_intra(
+            q,
+            k,
+            g,
+            beta,
+            scale,
+            dv,
+            slots=slots,
+            cu_seqlens=cu_seqlens,
+            A=None,
+            g_cumsum=None,
+            use_qk_l2norm=False,
+            A_log=None,
+            dt_bias=None,
+            beta_range=0.0,
+            g_summed=True,
+        )
+        starts = segment_starts(
+            k, v, TPs, factors,
+            cut=cut, h0=h0, cu_seqlens=cu_seqlens, state_v_first=state_v_first, q=q, do=do, dht=dht,
+        )  # fmt: skip
+    chunk_states.kernel(config)(
+        q, k, v, do, A, g, beta, h, dh,
+        lengths.number, HV // H, address(cu_seqlens), cu_stride(cu_seqlens), scale, slots_per_row,
+        cut.number, cut.chunks, cut.per_row, cut.search_steps, address(starts),
+        *state_arguments(h0), *state_arguments(dht), address(dh0), int(state_v_first), address(chunks),
+    )  # fmt: skip
+    return _Walks(h, dh, chunks)
 
 
 @functools.lru_cache

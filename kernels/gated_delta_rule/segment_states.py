@@ -100,7 +100,7 @@ def build(K: int, dtype: str):
         transfers: T.Tensor((segments, HV, 2, K, K), dtype),
         exact: T.Tensor((states, HV), "int32"),
         group: T.int32, num_seqs: T.int32, cu_address: T.int64, cu_stride: T.int32, slots_per_row: T.int32,
-        segment_chunks: T.int32, segments_per_row: T.int32, search_steps: T.int32,
+        segment_chunks: T.int32, segments_per_row: T.int32, search_steps: T.int32, whole: T.int32,
         h0_address: T.int64, h0_type: T.int32, h0_stride_n: T.int64, h0_stride_h: T.int64,
         indices_address: T.int64, indices_stride: T.int32, pad_slot: T.int32, num_slots: T.int32,
         dht_address: T.int64, dht_type: T.int32, dht_stride_n: T.int64, dht_stride_h: T.int64, state_v_first: T.int32,
@@ -184,17 +184,25 @@ def build(K: int, dtype: str):
             bos += i_s * (segment_chunks * CHUNK)
             # For chunk_intra's bounds, tiles and factors.
             T.pdl_sync()
-            behind = T.truncdiv(eos - bos + (CHUNK - 1), CHUNK) - segment_chunks
+            behind = (eos - bos + (CHUNK - 1)) // CHUNK - segment_chunks
             count = T.if_then_else(
-                reverse, T.min(T.max(behind, 0), segment_chunks), T.if_then_else(i_s > 0, segment_chunks, 0)
+                reverse,
+                T.min(T.max(behind, 0), segment_chunks),
+                T.if_then_else(i_s > 0, T.min(behind + 2 * segment_chunks, segment_chunks), 0),
             )
-            edge = T.if_then_else(reverse, behind <= segment_chunks, i_s <= 1)
+            edge = T.if_then_else(reverse, behind <= segment_chunks, i_s <= 1 and whole == 0)
             num_chunks = T.alloc_var("int32", init=0)
             begins = T.alloc_var("bool", init=False)
             wanted = T.alloc_var("bool", init=False)
-            if i_s == 0 or (i_s > 0 and bos < eos):
+            if i_s == 0 or (i_s > 0 and bos - whole * (segment_chunks * CHUNK) < eos):
                 found = T.alloc_var("int32")
-                found = within_reach(factors, slot + T.if_then_else(reverse, segment_chunks, -1), i_hv, reverse, count)
+                found = within_reach(
+                    factors,
+                    slot + T.if_then_else(reverse, segment_chunks, count - segment_chunks - 1),
+                    i_hv,
+                    reverse,
+                    count,
+                )
                 num_chunks = count
                 if transfer:
                     if states > segments and found <= count:
@@ -209,8 +217,8 @@ def build(K: int, dtype: str):
                     if tx == 0 and r0 == 0:
                         exact[i_state, i_hv] = T.if_then_else(found > count and not edge, 1, 0)
             # Of these chunks the first.
-            slot += T.if_then_else(reverse, segment_chunks, -num_chunks)
-            bos += T.if_then_else(reverse, segment_chunks, -num_chunks) * CHUNK
+            slot += T.if_then_else(reverse, segment_chunks, count - segment_chunks - num_chunks)
+            bos += T.if_then_else(reverse, segment_chunks, count - segment_chunks - num_chunks) * CHUNK
 
             if tx < PRODUCER:
                 T.set_max_nreg(REGISTERS[K][1], 1)
@@ -421,8 +429,36 @@ def segment_starts(
     _kernel(K, dtype_name(k))(
         # What is not given is not read.
         k if q is None else q, k, v, v if do is None else do, TPs, factors, starts, transfers, exact,
-        HV // H, N, address(cu_seqlens), stride, -(-num_tokens // CHUNK), cut.chunks, cut.per_row, cut.search_steps,
+        HV // H, N, address(cu_seqlens), stride, -(-num_tokens // CHUNK), cut.chunks, cut.per_row, cut.search_steps, 0,
         *state_arguments(h0), *slot_arguments(h0, h0_indices, pad_slot_id), *state_arguments(dht), int(state_v_first),
     )  # fmt: skip
     fold_segments(starts, transfers, exact, cut, num_seqs=N, num_tokens=num_tokens, cu_seqlens=cu_seqlens)
     return starts
+
+
+def affine_map(
+    k: torch.Tensor, v: torch.Tensor, TPs: torch.Tensor, factors: torch.Tensor, num_sms: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one dense sequence makes of a state, S' = M S + N, as N^T [HV, V, K] and M^T [HV, K, K] in fp32. One launch, and products of
+    the maps of segments."""
+    _, num_tokens, H, K = k.shape
+    HV, V = v.shape[2:]
+    chunks = -(-num_tokens // CHUNK)
+    # As many as the card takes at once, two CTAs an SM.
+    parts = max(2 * num_sms * 64 // (HV * (V + K)), 1)
+    segment = -(-chunks // parts)
+    parts = -(-chunks // segment)
+    maps = k.new_empty((parts + 1, HV, V, K), dtype=torch.float32)
+    transfers = k.new_empty((parts + 1, HV, 2, K, K))
+    exact = k.new_empty((parts + 1, HV), dtype=torch.int32)
+    _kernel(K, dtype_name(k))(
+        k, k, v, v, TPs, factors, maps, transfers, exact,
+        HV // H, 1, 0, 0, chunks, segment, parts + 1, 0, 1,
+        *state_arguments(None), *slot_arguments(None, None, -1), *state_arguments(None), 1,
+    )  # fmt: skip
+    # M is written where something of a state is left.
+    M = transfers[1:].float().sum(2).where(exact[1:, :, None, None] != 0, 0)
+    N, whole = maps[1], M[0]
+    for n, m in zip(maps[2:], M[1:], strict=True):
+        N, whole = torch.baddbmm(n, N, m), whole @ m
+    return N, whole
