@@ -38,6 +38,7 @@ from flash_qla_tl.kernels.common.walk import find_sequence
 
 THREADS = 128
 CTAS_PER_SM = 5
+MAX_ROWS = 32  # sequences whose chunks are made side by side
 # fp32 numbers in shared memory (chunk_intra.cuh): the products of a chunk, and what each warp has of its own.
 RAW = 64 * 72
 OWN = 1024
@@ -142,11 +143,11 @@ def build(K: int, dtype: str):
         A_log_address: T.int64, dt_bias_address: T.int64,
         beta_address: T.int64, beta_type: T.int32, beta_stride_b: T.int64, beta_stride_t: T.int64, beta_stride_h: T.int64,
         beta_range: T.float32, norms: T.int32, scale: T.float32,
-        num_seqs: T.int32, search_steps: T.int32, group: T.int32, heads: T.int32, split: T.int32, parts: T.int32, depth: T.int32, early: T.int32,
+        num_seqs: T.int32, search_steps: T.int32, group: T.int32, heads: T.int32, split: T.int32, parts: T.int32, rows: T.int32, depth: T.int32, early: T.int32,
         cu_address: T.int64, cu_stride: T.int32, slots_per_row: T.int32,
         A_address: T.int64, g_cumsum_address: T.int64, o_address: T.int64, o_width: T.int32,
     ):  # fmt: skip
-        with T.Kernel(parts * depth * num_seqs, threads=THREADS) as i_x:
+        with T.Kernel(parts * depth * rows, threads=THREADS) as i_x:
             T.import_source(device_source(dtype))
             stage = T.alloc_shared((2, CHUNK, K), dtype)
             # In the place of K and Q: their products; the inverses of a head's diagonal blocks, and a block row of the tile, by warp.
@@ -174,9 +175,9 @@ def build(K: int, dtype: str):
             i_h = T.truncdiv(hv0, group)
             # From the last chunks of the sequences to the first: what the walk begins with is then what was written last, and is still in
             # the L2 cache.
-            row = T.alloc_var("int32")
-            row = T.truncdiv(slot, num_seqs)
-            slot = (slot - row * num_seqs) * depth + depth - 1 - row
+            back = T.alloc_var("int32")
+            back = T.truncdiv(slot, rows)
+            slot = (slot - back * rows) * depth + depth - 1 - back
             i_b = T.alloc_var("int32", init=0)
             t0 = T.alloc_var("int32", init=0)
             valid = T.alloc_var("int32", init=0)
@@ -330,14 +331,16 @@ def chunk_intra(
     TPs = q.new_empty((slots, HV, CHUNK, CHUNK))
     factors = q.new_empty((slots, HV, NUM_FACTORS), dtype=torch.float32)
     heads = heads_per_cta(HV // H, slots * HV, num_sms(q.device.index))
-    # A sequence's share of the slots, were they all as long; the one behind the last has rows of no sequence.
-    depth = -(-(slots + (cu_seqlens is not None)) // N)
+    # Sequences side by side, and the share of each in the slots, were they all as long; one slot behind the last has rows of no sequence.
+    # Of many sequences that would be many slots too many.
+    rows = N if N <= MAX_ROWS else 1
+    depth = -(-(slots + (cu_seqlens is not None)) // rows)
     _kernel(K, dtype_name(q))(
         q, k, TPs, factors,
         address(g), 0 if g is None else FLOAT_TYPE[g.dtype], *((0, 0, 0) if g is None else g.stride()), int(g_summed),
         address(A_log), address(dt_bias),
         address(beta), FLOAT_TYPE[beta.dtype], *beta.stride(), beta_range, int(use_qk_l2norm), scale,
-        N, N.bit_length(), HV // H, heads, {1: 4, 2: 2}.get(heads, 1), HV // heads, depth, int(early),
+        N, N.bit_length(), HV // H, heads, {1: 4, 2: 2}.get(heads, 1), HV // heads, rows, depth, int(early),
         address(cu_seqlens), cu_stride(cu_seqlens), -(-num_tokens // CHUNK),
         address(A), address(g_cumsum), address(o), o.shape[3] // 2,
     )  # fmt: skip
