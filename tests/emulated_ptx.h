@@ -1,5 +1,6 @@
-// A warpgroup on the CPU: kernels/common/ptx.cuh's functions, and CUDA's own that the .cuh files use, for 128 threads that are fibers of
-// one. They take turns where they meet: an exchange within a warp, or a barrier. Shared memory is an array, an address in it an index.
+// A CTA on the CPU: kernels/common/ptx.cuh's functions, and CUDA's own that the .cuh files use, for threads (EMULATED_THREADS, or one
+// warpgroup) that are fibers of one. They take turns where they meet: an exchange within a warp, or a barrier. Shared memory is an array,
+// an address in it an index.
 #pragma once
 #include <ucontext.h>
 
@@ -46,7 +47,10 @@ static float device_log2(float x) { return std::log2(x); }
 // ---------------------------------------------------------------------------------------------------
 // Threads.
 
-const int THREADS = 128;
+#ifndef EMULATED_THREADS
+#define EMULATED_THREADS 128
+#endif
+const int THREADS = EMULATED_THREADS;
 static struct { ucontext_t context; std::vector<char> stack; bool done; } fibers[THREADS];
 static ucontext_t caller;
 static int current;
@@ -67,7 +71,7 @@ static void next_fiber() {
   current = me;
 }
 
-struct Barrier {
+struct MeetingPoint {
   int waiting = 0, generation = 0;
   void wait(int count) {
     int mine = generation;
@@ -75,12 +79,12 @@ struct Barrier {
     else while (generation == mine) next_fiber();
   }
 };
-static Barrier warp_barriers[4], barrier;
+static MeetingPoint warp_barriers[THREADS / 32], barrier, named[16];
 static void __syncwarp() { warp_barriers[current / 32].wait(32); }
 static void __syncthreads() { barrier.wait(THREADS); }
 
 // What the lanes of a warp show each other.
-static unsigned shown[4][32][8];
+static unsigned shown[THREADS / 32][32][8];
 template <class F> static auto exchange(const unsigned* mine, int words, F read) {
   auto& lanes = shown[current / 32];
   memcpy(lanes[current % 32], mine, 4 * words);
@@ -90,7 +94,7 @@ template <class F> static auto exchange(const unsigned* mine, int words, F read)
   return result;
 }
 
-static float __shfl_xor_sync(unsigned, float x, int mask) {
+static float __shfl_xor_sync(unsigned, float x, int mask, int = 32) {
   unsigned word = as<unsigned>(x);
   return exchange(&word, 1, [&](auto& lanes) { return as<float>(lanes[current % 32 ^ mask][0]); });
 }
@@ -110,11 +114,12 @@ static void run_body() {
 
 static void run_threads(void (*function)()) {
   body = function;
-  for (auto& b : warp_barriers) b = Barrier();
-  barrier = Barrier();
+  for (auto& b : warp_barriers) b = MeetingPoint();
+  for (auto& b : named) b = MeetingPoint();
+  barrier = MeetingPoint();
   for (auto& fiber : fibers) {
     fiber.done = false;
-    fiber.stack.resize(1 << 17);
+    fiber.stack.resize(1 << 16);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -138,8 +143,8 @@ static char* at(unsigned p) {
 }
 
 static unsigned qla_smem(const void* p) { return (const char*)p - shared; }
-static int qla_thread() { return current; }
-static void qla_sync() { barrier.wait(THREADS); }
+static int qla_thread() { return current % 128; }
+static void qla_sync() { named[15].wait(128); }
 static unsigned qla_ask(long long address) { return *(const unsigned*)address; }
 static uint4 qla_load4(unsigned p) { return *(const uint4*)at(p); }
 static void qla_store4(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) { *(uint4*)at(p) = {a, b, c, d}; }
