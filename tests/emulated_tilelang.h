@@ -23,11 +23,12 @@ static float2 __bfloat1622float2(__nv_bfloat162 v) { return {from_bf16(v.x), fro
 static __nv_bfloat162 __float22bfloat162_rn(float2 v) { return {to_bf16(v.x), to_bf16(v.y)}; }
 static __half2 __float22half2_rn(float2 v) { return {to_half(v.x), to_half(v.y)}; }
 static unsigned __pack_nv_bfloat162(bfloat16_t a, bfloat16_t b) { return a.x | (unsigned)b.x << 16; }
-static unsigned __pack_half2(half_t a, half_t b) { return a.x | (unsigned)b.x << 16; }
+template <class T> static unsigned __pack_half2(T a, T b) { return a.x | (unsigned)b.x << 16; }
 static uint1 make_uint1(unsigned x) { return {x}; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static unsigned __float_as_uint(float x) { return as<unsigned>(x); }
 static float rsqrtf(float x) { return 1 / std::sqrt(x); }
 static float device_exp(float x) { return std::exp(x); }
 static float device_log(float x) { return std::log(x); }
@@ -35,6 +36,8 @@ static float device_log(float x) { return std::log(x); }
 #define __logf device_log
 
 #define __global__
+#define __device__ inline
+#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
@@ -84,6 +87,17 @@ template <class T> static T from_lane(T x, int lane) {
 }
 static float __shfl_up_sync(unsigned, float x, int d, int = 32) { return from_lane(x, current % 32 >= d ? current % 32 - d : current % 32); }
 static float __shfl_sync(unsigned, float x, int lane, int = 32) { return from_lane(x, lane); }
+static float __shfl_down_sync(unsigned, float x, int d, int = 32) { return from_lane(x, current % 32 + d < 32 ? current % 32 + d : current % 32); }
+static int __shfl_up_sync(unsigned, int x, int d, int = 32) { return from_lane(x, current % 32 >= d ? current % 32 - d : current % 32); }
+static unsigned __reduce_or_sync(unsigned, unsigned x) {
+  return exchange(&x, 1, [&](auto& lanes) {
+    unsigned all = 0;
+    for (int i = 0; i < 32; i++) all |= lanes[i][0];
+    return all;
+  });
+}
+static float __fdividef(float x, float y) { return x / y; }
+static void* __cvta_shared_to_generic(unsigned p) { return shared + p; }
 static void cudaGridDependencySynchronize() {}
 static void cudaTriggerProgrammaticLaunchCompletion() {}
 
@@ -113,6 +127,7 @@ inline void tma_store_arrive() {}
 template <int, bool> void tma_store_wait() {}
 // Any lane but the one that arrives.
 template <int> bool tl_shuffle_elect() { return current % 32 == 7; }
+inline void ptx_stmatrix_m8n8_x4(void* p, int a, int b, int c, int d) { qla_stmatrix(qla_smem(p), a, b, c, d); }
 inline void __sync_thread_partial(int barrier, int threads) { named[barrier].wait(threads); }
 
 inline float number(unsigned p) {

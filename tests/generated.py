@@ -86,9 +86,7 @@ class Kernel:
         )
         entry, parameters = declared[1], split(declared[2])
         source = source.replace(declared[0], "")
-        source = source.replace(
-            "extern __shared__ __align__(1024) uchar buf_dyn_shmem[];", "uchar* buf_dyn_shmem = (uchar*)shared;"
-        )
+        source = re.sub(r"extern __shared__ __align__\(1024\) (\w+) (\w+)\[\];", r"\1* \2 = (\1*)shared;", source)
         # Static shared memory lies behind the dynamic.
         at = self.shared
 
@@ -121,14 +119,14 @@ class Kernel:
                 *(f"  {x};" for x in fields),
                 "  int grid;\n};\nstatic Arguments given;",
                 f"static void cta() {{ {entry}({', '.join('given.' + x for x in names)}); }}",
-                'extern "C" void run(const Arguments* x) {\n  given = *x;\n  for (int i = 0; i < given.grid; i++) {',
+                'extern "C" __attribute__((visibility("default"))) void run(const Arguments* x) {\n  given = *x;\n  for (int i = 0; i < given.grid; i++) {',
                 "    blockIdx.x = i, spins = 0, memset(shared, 0xff, sizeof shared);\n    run_threads(cta);\n  }\n}",
             ]
         )
         file = folder / f"{entry}_{hashlib.sha256(code.encode()).hexdigest()[:12]}"
         if not file.with_suffix(".so").exists():
             file.with_suffix(".cpp").write_text(code)
-            options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w"]
+            options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-w"]
             subprocess.run(
                 ["g++", *options, "-o", str(file.with_suffix(".so")), str(file.with_suffix(".cpp"))], check=True
             )

@@ -1,4 +1,4 @@
-"""The gated delta rule's kernels as TileLang generates them, on the CPU, from the public functions down: every role of every warp, barrier by
+"""The kernels as TileLang generates them, on the CPU, from the public functions down: every role of every warp, barrier by
 barrier. What only the card has (timing, memory's order, registers) is not seen here."""
 
 import contextlib
@@ -12,10 +12,10 @@ pytest.importorskip("tilelang")
 
 from generated import Kernel  # noqa: E402
 
-from flash_qla_tl import chunk_gated_delta_rule, gated_delta_rule  # noqa: E402
+from flash_qla_tl import chunk_gated_delta_rule, chunk_kda, gated_delta_rule  # noqa: E402
 from flash_qla_tl.affine import Call, affine_pair, affine_pair_bwd  # noqa: E402
 from flash_qla_tl.kernels.common import target  # noqa: E402
-from flash_qla_tl.testing import inputs, rel_l2  # noqa: E402
+from flash_qla_tl.testing import inputs, kda_inputs, rel_l2  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler for the CPU")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -27,6 +27,10 @@ MODULES = (
     "gated_delta_rule.chunk_intra",
     "gated_delta_rule.chunk_states",
     "gated_delta_rule.segment_states",
+    "kda.fwd",
+    "kda.prepare",
+    "kda.segment_states",
+    "kda.state_loop",
 )
 
 
@@ -59,10 +63,10 @@ def card(compiled, monkeypatch):
     return importlib.import_module("flash_qla_tl.kernels.gated_delta_rule.chunk_fwd")
 
 
-def exact(x, **options):
+def exact(x, function=chunk_gated_delta_rule):
     """The same call in float64, by the torch path."""
     x = {name: y.double() if torch.is_tensor(y) and y.is_floating_point() else y for name, y in x.items()}
-    return chunk_gated_delta_rule(**x, output_final_state=True, backend="torch", **options)
+    return function(**x, output_final_state=True, backend="torch")
 
 
 CASES = {
@@ -122,3 +126,38 @@ def test_maps(T, card):
         assert all(rel_l2(a, b) < 0.008 for a, b in pair)
     do, dht = torch.randn_like(x["v"]), torch.randn_like(h0[0])
     assert rel_l2(affine_pair_bwd(ours, do, dht), affine_pair_bwd(whole, do, dht)) < 0.008
+
+
+@pytest.mark.parametrize("lengths", [None, [70, 0, 130]], ids=["dense", "packed"])
+def test_backward(lengths, card):
+    """chunk_states and chunk_bwd, through autograd; two value heads a key head."""
+    leaves = ("q", "k", "v", "g", "beta", "initial_state")
+    x = inputs(1, 100, 1, 2, 128, 128, lengths=lengths, h0_dtype=FP32)
+    x["g"] = -torch.rand_like(x["g"]) * torch.tensor([0.0, 0.3])
+    results = []
+    for given, backend in ((x, "tilelang"), ({n: y.double() if n in leaves else y for n, y in x.items()}, "torch")):
+        given = {n: y.clone().requires_grad_() if n in leaves else y for n, y in given.items()}
+        out = chunk_gated_delta_rule(**given, output_final_state=True, backend=backend)
+        if not results:
+            weights = [torch.randn_like(y) for y in out]
+        loss = [w.to(y.dtype) for w, y in zip(weights, out, strict=True)]
+        results.append([*out, *torch.autograd.grad(out, [given[n] for n in leaves], loss)])
+    for name, a, b in zip(("o", "ht", *leaves), *results, strict=True):
+        assert rel_l2(a, b) < 0.015, name
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("regime", ["normal", "saturated"])
+def test_kda(regime, dtype, card):
+    """prepare and state_loop with everything inside; blocks that fade by more than a float holds, too."""
+    x = kda_inputs(lengths=[70, 0, 20], H=1, HV=1, K=128, dtype=dtype, regime=regime, h0_dtype=FP32)
+    found = chunk_kda(**x, output_final_state=True, backend="tilelang")
+    assert all(rel_l2(a, b) < 0.008 for a, b in zip(found, exact(x, chunk_kda), strict=True))
+
+
+def test_kda_in_segments(card, monkeypatch):
+    fwd = importlib.import_module("flash_qla_tl.kernels.kda.fwd")
+    x = kda_inputs(1, 330, 1, 1, 128, regime="normal", h0_dtype=FP32)
+    monkeypatch.setattr(fwd, "pick_config", lambda dtype, *_: (fwd.Config(64, dtype, False), 2))
+    found = chunk_kda(**x, output_final_state=True, backend="tilelang")
+    assert all(rel_l2(a, b) < 0.008 for a, b in zip(found, exact(x, chunk_kda), strict=True))
