@@ -51,7 +51,7 @@ static void cta() {
   copy_tile(a.P, p, false, true);
 }
 
-extern "C" void run(const Arguments* given) {
+extern "C" __attribute__((visibility("default"))) void run(const Arguments* given) {
   arguments = *given;
   memset(shared, 0x7f, sizeof shared);  // what nobody wrote is not a number
   run_threads(cta);

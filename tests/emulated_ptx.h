@@ -1,5 +1,6 @@
-// A warpgroup on the CPU: kernels/common/ptx.cuh's functions, and CUDA's own that the .cuh files use, for 128 threads that are fibers of
-// one. They take turns where they meet: an exchange within a warp, or a barrier. Shared memory is an array, an address in it an index.
+// A CTA on the CPU: kernels/common/ptx.cuh's functions, and CUDA's own that the .cuh files use, for threads (EMULATED_THREADS, or one
+// warpgroup) that are fibers of one. They take turns where they meet: an exchange within a warp, or a barrier. Shared memory is an array,
+// an address in it an index.
 #pragma once
 #include <ucontext.h>
 
@@ -14,7 +15,7 @@
 using std::max;
 using std::min;
 
-#define QLA_DEVICE static inline
+#define QLA_DEVICE inline
 
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -46,7 +47,10 @@ static float device_log2(float x) { return std::log2(x); }
 // ---------------------------------------------------------------------------------------------------
 // Threads.
 
-const int THREADS = 128;
+#ifndef EMULATED_THREADS
+#define EMULATED_THREADS 128
+#endif
+const int THREADS = EMULATED_THREADS;
 static struct { ucontext_t context; std::vector<char> stack; bool done; } fibers[THREADS];
 static ucontext_t caller;
 static int current;
@@ -67,7 +71,7 @@ static void next_fiber() {
   current = me;
 }
 
-struct Barrier {
+struct MeetingPoint {
   int waiting = 0, generation = 0;
   void wait(int count) {
     int mine = generation;
@@ -75,12 +79,12 @@ struct Barrier {
     else while (generation == mine) next_fiber();
   }
 };
-static Barrier warp_barriers[4], barrier;
+static MeetingPoint warp_barriers[THREADS / 32], barrier, named[16];
 static void __syncwarp() { warp_barriers[current / 32].wait(32); }
 static void __syncthreads() { barrier.wait(THREADS); }
 
 // What the lanes of a warp show each other.
-static unsigned shown[4][32][8];
+static unsigned shown[THREADS / 32][32][8];
 template <class F> static auto exchange(const unsigned* mine, int words, F read) {
   auto& lanes = shown[current / 32];
   memcpy(lanes[current % 32], mine, 4 * words);
@@ -90,7 +94,7 @@ template <class F> static auto exchange(const unsigned* mine, int words, F read)
   return result;
 }
 
-static float __shfl_xor_sync(unsigned, float x, int mask) {
+static float __shfl_xor_sync(unsigned, float x, int mask, int = 32) {
   unsigned word = as<unsigned>(x);
   return exchange(&word, 1, [&](auto& lanes) { return as<float>(lanes[current % 32 ^ mask][0]); });
 }
@@ -110,11 +114,12 @@ static void run_body() {
 
 static void run_threads(void (*function)()) {
   body = function;
-  for (auto& b : warp_barriers) b = Barrier();
-  barrier = Barrier();
+  for (auto& b : warp_barriers) b = MeetingPoint();
+  for (auto& b : named) b = MeetingPoint();
+  barrier = MeetingPoint();
   for (auto& fiber : fibers) {
     fiber.done = false;
-    fiber.stack.resize(1 << 17);
+    fiber.stack.resize(1 << 16);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -138,9 +143,13 @@ static char* at(unsigned p) {
 }
 
 static unsigned qla_smem(const void* p) { return (const char*)p - shared; }
-static int qla_thread() { return current; }
-static void qla_sync() { barrier.wait(THREADS); }
+static int qla_opaque(int x) { return x; }
+static int qla_thread() { return current % 128; }
+static void qla_sync() { named[15].wait(128); }
 static unsigned qla_ask(long long address) { return *(const unsigned*)address; }
+static unsigned qla_ask_if(long long address, int wanted) { return wanted ? qla_ask(address) : 0; }
+static uint4 qla_ask4_if(long long address, int wanted) { return wanted ? *(const uint4*)address : uint4{0, 0, 0, 0}; }
+static void qla_write4(long long address, uint4 x) { *(uint4*)address = x; }
 static uint4 qla_load4(unsigned p) { return *(const uint4*)at(p); }
 static void qla_store4(unsigned p, unsigned a, unsigned b, unsigned c, unsigned d) { *(uint4*)at(p) = {a, b, c, d}; }
 
@@ -207,18 +216,36 @@ static float qla_exp2(float x) {
   return y < 0x1p-126f ? 0.f : y;
 }
 
-// d += a b of 16x16 and 16x8 numbers: register 2 h + i of a has rows 8 i .. and columns 8 h .., register h of b rows 8 h .. (pairs along them).
-static void qla_mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
+// d += a b of 16xKs and Ksx8 numbers of 4 / E bytes, E of them a register: register 2 h + i of a has rows 8 i .. and columns K / 2 h ..,
+// register h of b rows K / 2 h .. (pairs along them).
+template <int E, class F> static void multiply_tiles(float* d, const unsigned* a, unsigned b0, unsigned b1, F number) {
   unsigned mine[] = {a[0], a[1], a[2], a[3], b0, b1};
   exchange(mine, 6, [&](auto& lanes) {
-    auto number = [&](int lane, int i, int e) { return (double)__half2float(lanes[lane][i] >> 16 * e); };
     for (int i = 0; i < 4; i++) {
       int row = current % 32 / 4 + i / 2 * 8, col = current % 4 * 2 + i % 2;
       double sum = d[i];
-      for (int k = 0; k < 16; k++)
-        sum += number(row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2, k % 2) * number(col * 4 + k % 8 / 2, 4 + k / 8, k % 2);
+      for (int k = 0; k < 8 * E; k++) {
+        int lane = k % (4 * E) / E, half = k / (4 * E), e = k % E;
+        sum += (double)number(lanes[row % 8 * 4 + lane][row / 8 + half * 2], e) * number(lanes[col * 4 + lane][4 + half], e);
+      }
       d[i] = sum;
     }
     return 0;
   });
+}
+static void qla_mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
+  multiply_tiles<2>(d, a, b0, b1, [](unsigned x, int e) { return __half2float(x >> 16 * e); });
+}
+static void qla_mma_bf16(float* d, const unsigned* a, unsigned b0, unsigned b1) {
+  multiply_tiles<2>(d, a, b0, b1, [](unsigned x, int e) { return from_bf16(x >> 16 * e); });
+}
+static void qla_mma_tf32(float* d, const unsigned* a, unsigned b0, unsigned b1) {
+  multiply_tiles<1>(d, a, b0, b1, [](unsigned x, int) { return as<float>(x); });
+}
+static unsigned qla_tf32(float x) {
+  unsigned bits = as<unsigned>(x);
+  return x != x ? bits : (bits + 0x1000) & ~0x1fffu;
+}
+static unsigned qla_times_bf16(unsigned x, unsigned y) {
+  return to_bf16(from_bf16(x) * from_bf16(y)) | (unsigned)to_bf16(from_bf16(x >> 16) * from_bf16(y >> 16)) << 16;
 }

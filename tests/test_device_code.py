@@ -38,7 +38,16 @@ def emulation(request, tmp_path_factory):
     text = "\n".join(part.replace("#pragma once", "").replace("#pragma unroll", "// unroll") for part in parts)
     (folder / "code.cpp").write_text(text)
     library = folder / "code.so"
-    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
+    options = [
+        "-O1",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-fno-strict-aliasing",
+        "-ffp-contract=off",
+        "-w",
+    ]
     subprocess.run([COMPILER, *options, "-o", str(library), str(folder / "code.cpp")], check=True)
     return ctypes.CDLL(str(library)).run, DTYPES[request.param]
 

@@ -3,11 +3,7 @@
 // by their shared address. The includer defines QLG_G and QLG_BETA, rows of the gate table.
 
 // The thread among the two warpgroups, as qla_thread.
-QLA_DEVICE int qlg_thread() {
-  int t = threadIdx.x & 255;
-  asm volatile("" : "+r"(t));
-  return t;
-}
+QLA_DEVICE int qlg_thread() { return qla_opaque(threadIdx.x & 255); }
 
 // Numbers in shared memory by their shared address.
 QLA_DEVICE float* qlg_floats(unsigned at) { return (float*)__cvta_shared_to_generic(at); }
@@ -15,9 +11,7 @@ QLA_DEVICE float* qlg_floats(unsigned at) { return (float*)__cvta_shared_to_gene
 // d += a b for one 16x8 tile, operands of the kernel's type.
 QLA_DEVICE void qlg_mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
 #if QLA_BF16
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  qla_mma_bf16(d, a, b0, b1);
 #else
   qla_mma(d, a, b0, b1);
 #endif

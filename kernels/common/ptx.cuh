@@ -72,11 +72,12 @@ QLA_DEVICE void qla_sync() { asm volatile("bar.sync 15, 128;" ::: "memory"); }
 
 // The thread in its warpgroup. The compiler may not see that it is the same in every iteration of a caller's loop: it would keep
 // dozens of addresses made from it, and has no registers for them.
-QLA_DEVICE int qla_thread() {
-  int t = threadIdx.x & 127;
-  asm volatile("" : "+r"(t));
-  return t;
+QLA_DEVICE int qla_opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
+
+QLA_DEVICE int qla_thread() { return qla_opaque(threadIdx.x & 127); }
 
 // 16 bytes of shared memory.
 QLA_DEVICE uint4 qla_load4(unsigned p) {
@@ -117,4 +118,50 @@ QLA_DEVICE unsigned qla_transpose(unsigned x) {
   unsigned y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+
+// d += a b for one tile of 16x8: bf16, 16 deep; tf32, 8 deep.
+QLA_DEVICE void qla_mma_bf16(float* d, const unsigned* a, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+QLA_DEVICE void qla_mma_tf32(float* d, const unsigned* a, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+QLA_DEVICE unsigned qla_tf32(float x) {
+  unsigned r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+  return r;
+}
+
+// Two bf16 numbers, times two.
+QLA_DEVICE unsigned qla_times_bf16(unsigned x, unsigned y) {
+  unsigned r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+
+// Of an input, 4 bytes and 16; 0 unless wanted. Volatile: they are on their way in the order in which they are written, before one of
+// them is waited for.
+QLA_DEVICE unsigned qla_ask_if(long long from, int wanted) {
+  unsigned v = 0;
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}" : "+r"(v) : "l"(from), "r"(wanted));
+  return v;
+}
+
+QLA_DEVICE uint4 qla_ask4_if(long long from, int wanted) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(from), "r"(wanted));
+  return v;
+}
+
+QLA_DEVICE void qla_write4(long long to, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

@@ -28,47 +28,15 @@
 #define QLK_LOW -256.f
 #define QLK_LOG2E 1.4426950408889634f
 
-QLA_DEVICE uint4 qlk_load4(unsigned at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-  return v;
-}
-
-QLA_DEVICE void qlk_store4(unsigned at, unsigned a, unsigned b, unsigned c, unsigned d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
-// Of an input, 4 bytes and 16; 0 unless wanted. Volatile: they are on their way in the order in which they are written, before one of
-// them is waited for.
-QLA_DEVICE unsigned qlk_ask(long long from, int wanted) {
-  unsigned v = 0;
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}" : "+r"(v) : "l"(from), "r"(wanted));
-  return v;
-}
-
-QLA_DEVICE uint4 qlk_ask4(long long from, int wanted) {
-  uint4 v = make_uint4(0, 0, 0, 0);
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];}"
-               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-               : "l"(from), "r"(wanted));
-  return v;
-}
-
-QLA_DEVICE void qlk_write4(long long to, uint4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
 QLA_DEVICE float* qlk_floats(unsigned at) { return (float*)__cvta_shared_to_generic(at); }
 
 // d += a b for one 16x8 tile, 32 bytes deep.
 QLA_DEVICE void qlk_mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
 #if QLA_BF16
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  qla_mma_bf16(d, a, b0, b1);
 #else
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  qla_mma_tf32(d, a, b0, b1);
 #endif
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // The same with operands of the inputs' type.
@@ -80,18 +48,10 @@ QLA_DEVICE void qlk_mma_input(float* d, const unsigned* a, unsigned b0, unsigned
 #endif
 }
 
-QLA_DEVICE unsigned qlk_tf32(float x) {
-  unsigned r;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
-  return r;
-}
-
 // Operands times a power of two.
 QLA_DEVICE unsigned qlk_times(unsigned x, unsigned factor) {
 #if QLA_BF16
-  unsigned r;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(factor));
-  return r;
+  return qla_times_bf16(x, factor);
 #else
   return __float_as_uint(__uint_as_float(x) * __uint_as_float(factor));
 #endif
@@ -141,12 +101,12 @@ QLA_DEVICE void qlk_put(unsigned tile, int row, int m, const float* v, unsigned*
 #if QLA_BF16
 #pragma unroll
   for (int i = 0; i < 4; i++) op[i] = qla_pack(v[2 * i], v[2 * i + 1]);
-  qlk_store4(qlk_at(tile, row, m), op[0], op[1], op[2], op[3]);
+  qla_store4(qlk_at(tile, row, m), op[0], op[1], op[2], op[3]);
 #else
 #pragma unroll
-  for (int i = 0; i < 8; i++) op[i] = qlk_tf32(v[i]);
-  qlk_store4(qlk_at(tile, row, 2 * m), op[0], op[1], op[2], op[3]);
-  qlk_store4(qlk_at(tile, row, 2 * m + 1), op[4], op[5], op[6], op[7]);
+  for (int i = 0; i < 8; i++) op[i] = qla_tf32(v[i]);
+  qla_store4(qlk_at(tile, row, 2 * m), op[0], op[1], op[2], op[3]);
+  qla_store4(qlk_at(tile, row, 2 * m + 1), op[4], op[5], op[6], op[7]);
 #endif
 }
 
@@ -249,12 +209,12 @@ QLA_DEVICE void qlk_gates(long long g_address, int type, long long stride, int v
                           int head, float* x, unsigned totals) {
   const int t = threadIdx.x, w = t >> 5, h = (t >> 4) & 1, m = t & 15, rows = valid - 16 * w - 8 * h;
   const long long step = stride * (type == 0 ? 4 : 2), from = g_address + (16 * w + 8 * h) * step + m * (type == 0 ? 32 : 16);
-  const unsigned A = qlk_ask(A_log + 4 * head, A_log != 0);
-  const uint4 bias[2] = {qlk_ask4(dt_bias + head * 512 + 32 * m, dt_bias != 0), qlk_ask4(dt_bias + head * 512 + 32 * m + 16, dt_bias != 0)};
+  const unsigned A = qla_ask_if(A_log + 4 * head, A_log != 0);
+  const uint4 bias[2] = {qla_ask4_if(dt_bias + head * 512 + 32 * m, dt_bias != 0), qla_ask4_if(dt_bias + head * 512 + 32 * m + 16, dt_bias != 0)};
   if (type == 0) {
 #pragma unroll
     for (int r = 0; r < 8; r++) {
-      const uint4 a = qlk_ask4(from + r * step, r < rows), b = qlk_ask4(from + r * step + 16, r < rows);
+      const uint4 a = qla_ask4_if(from + r * step, r < rows), b = qla_ask4_if(from + r * step + 16, r < rows);
       const unsigned y[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int i = 0; i < 8; i++) x[8 * r + i] = __uint_as_float(y[i]);
@@ -262,7 +222,7 @@ QLA_DEVICE void qlk_gates(long long g_address, int type, long long stride, int v
   } else {
     uint4 raw[8];
 #pragma unroll
-    for (int r = 0; r < 8; r++) raw[r] = qlk_ask4(from + r * step, r < rows);
+    for (int r = 0; r < 8; r++) raw[r] = qla_ask4_if(from + r * step, r < rows);
 #pragma unroll
     for (int r = 0; r < 8; r++) {
       const unsigned y[4] = {raw[r].x, raw[r].y, raw[r].z, raw[r].w};
@@ -326,7 +286,7 @@ QLA_DEVICE void qlk_tables(unsigned start, unsigned to_end, unsigned lift, unsig
 
 // Whether the own block is too strong for any channel.
 QLA_DEVICE int qlk_is_strong(unsigned strong) {
-  const uint4 y = qlk_load4(strong);
+  const uint4 y = qla_load4(strong);
   return ((y.x | y.y | y.z | y.w) >> (threadIdx.x >> 5)) & 1;
 }
 
@@ -360,7 +320,7 @@ QLA_DEVICE void qlk_norms(unsigned k, unsigned q, unsigned norms_, int wanted) {
 // Zero the own rows of a 16-bit tile past the sequence's end, which hold anything.
 QLA_DEVICE void qlk_zero_rows(unsigned tile, int valid) {
   const int t = threadIdx.x, w = t >> 5, h = (t >> 4) & 1, m = t & 15;
-  for (int r = max(valid - 16 * w - 8 * h, 0); r < 8; r++) qlk_store4(qlk_at(tile, 16 * w + 8 * h + r, m), 0, 0, 0, 0);
+  for (int r = max(valid - 16 * w - 8 * h, 0); r < 8; r++) qla_store4(qlk_at(tile, 16 * w + 8 * h + r, m), 0, 0, 0, 0);
   __syncwarp();
 }
 
@@ -376,13 +336,13 @@ QLA_DEVICE void qlk_operands(const float* x, unsigned start, unsigned to_end, un
   qlk_read8(to_end + 512 * w + 32 * m, end);
 #pragma unroll
   for (int i = 0; i < QLK_WORDS; i += 4) {
-    const uint4 y = qlk_load4(lift_ + QLK_FACTORS * w + QLK_WORDS * 4 * m + 4 * i);
+    const uint4 y = qla_load4(lift_ + QLK_FACTORS * w + QLK_WORDS * 4 * m + 4 * i);
     lift[i] = y.x, lift[i + 1] = y.y, lift[i + 2] = y.z, lift[i + 3] = y.w;
   }
 #pragma unroll
   for (int c = 0; c < 8; c++) offset[c] = offset[c] + QLK_SHIFT + below[c];
   const long long place = (16 * w + 8 * h) * 256 + 16 * m;
-  uint4 k_raw = qlk_load4(qlk_at(k_in, 16 * w + 8 * h, m)), q_raw = qlk_load4(qlk_at(q_in, 16 * w + 8 * h, m));
+  uint4 k_raw = qla_load4(qlk_at(k_in, 16 * w + 8 * h, m)), q_raw = qla_load4(qlk_at(q_in, 16 * w + 8 * h, m));
 #pragma unroll
   for (int r = 0; r < 8; r++) {
     const int row = 16 * w + 8 * h + r;
@@ -391,7 +351,7 @@ QLA_DEVICE void qlk_operands(const float* x, unsigned start, unsigned to_end, un
     unsigned op[QLK_WORDS];
     qlk_unpack8(k_raw, k);
     qlk_unpack8(q_raw, q);
-    if (r < 7) k_raw = qlk_load4(qlk_at(k_in, row + 1, m)), q_raw = qlk_load4(qlk_at(q_in, row + 1, m));
+    if (r < 7) k_raw = qla_load4(qlk_at(k_in, row + 1, m)), q_raw = qla_load4(qlk_at(q_in, row + 1, m));
 #if !QLA_BF16
     __syncwarp();
 #endif
@@ -405,15 +365,15 @@ QLA_DEVICE void qlk_operands(const float* x, unsigned start, unsigned to_end, un
 #pragma unroll
     for (int i = 0; i < 8; i++) k[i] *= f[i], q[i] = q[i] * q_norm * f[i];
     qlk_put(rk, row, m, k, op);
-    qlk_write4(kd + place + r * 256, qlk_scaled(op, lift));
+    qla_write4(kd + place + r * 256, qlk_scaled(op, lift));
     qlk_put(rq, row, m, q, op);
-    qlk_write4(qd + place + r * 256, qlk_scaled(op, lift));
+    qla_write4(qd + place + r * 256, qlk_scaled(op, lift));
     qlk_put(ck, row, m, c, op);
 #pragma unroll
     for (int i = 0; i < 8; i++) c[i] *= end[i];
     uint4 y;
     y.x = qla_pack(c[0], c[1]), y.y = qla_pack(c[2], c[3]), y.z = qla_pack(c[4], c[5]), y.w = qla_pack(c[6], c[7]);
-    qlk_write4(kr + place + r * 256, y);
+    qla_write4(kr + place + r * 256, y);
   }
   __syncwarp();
 }
@@ -592,7 +552,7 @@ __device__ __noinline__ void qlk_mend(qlk_block* block, unsigned start, unsigned
     qlk_put(ck, row0 + r, m, near, op);
     uint4 y;
     y.x = qla_pack(last[0], last[1]), y.y = qla_pack(last[2], last[3]), y.z = qla_pack(last[4], last[5]), y.w = qla_pack(last[6], last[7]);
-    qlk_write4(kr + (row0 + r) * 256 + 16 * m, y);
+    qla_write4(kr + (row0 + r) * 256 + 16 * m, y);
 #pragma unroll
     for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
     if (m == r) dot = sum;
@@ -657,20 +617,20 @@ QLA_DEVICE void qlk_diag_inverse(const float* diag, unsigned l21, unsigned x, in
   unsigned row = x + (w * 16 + (l & 15)) * 128, left = row + (((2 * w) ^ (l & 7)) << 4), right = row + (((2 * w + 1) ^ (l & 7)) << 4);
   unsigned h0 = qla_half2(s[0], s[1]), h1 = qla_half2(s[2], s[3]), h2 = qla_half2(s[4], s[5]), h3 = qla_half2(s[6], s[7]);
   if (l < 16) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(second ? right : left), "r"(h0), "r"(h1), "r"(h2), "r"(h3) : "memory");
-    if (second) asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(left), "r"(0) : "memory");
+    qla_store4(second ? right : left, h0, h1, h2, h3);
+    if (second) qla_store4(left, 0, 0, 0, 0);
   }
   __syncwarp();
   unsigned d1, d2[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0}, b;
   float z[4] = {0, 0, 0, 0};
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(d1) : "r"(left));  // rows 0 to 7 from lanes 0 to 7
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(d2[0]) : "r"(x + (w * 16 + 8 + c) * 128 + (((2 * w + 1) ^ c) << 4)));
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(b) : "r"(l21));
+  d1 = qla_ldmatrix1(left);  // rows 0 to 7 from lanes 0 to 7
+  d2[0] = qla_ldmatrix1_t(x + (w * 16 + 8 + c) * 128 + (((2 * w + 1) ^ c) << 4));
+  b = qla_transpose(l21);
   qla_mma(z, d2, b, 0);
   y[0] = qla_half2(-z[0], -z[1]);
   z[0] = z[1] = 0.f;
   qla_mma(z, y, d1, 0);
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(right), "r"(qla_half2(z[0], z[1])) : "memory");
+  qla_stmatrix1_t(right, qla_half2(z[0], z[1]));
 }
 
 // Own rows of the tile up to its diagonal block: T = A beta from the own rows of L in x and the other warps' N and D; on and above the
@@ -751,7 +711,7 @@ QLA_DEVICE void qlk_store_rows(unsigned tile, long long out) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int row = 16 * w + 4 * i + (l >> 3);
-    qlk_write4(out + row * 128 + (l & 7) * 16, qlk_load4(qlk_at(tile, row, l & 7)));
+    qla_write4(out + row * 128 + (l & 7) * 16, qla_load4(qlk_at(tile, row, l & 7)));
   }
 }
 

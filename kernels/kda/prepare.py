@@ -182,7 +182,7 @@ def build(config: Config):
                 beta_from = beta_address + (
                     i_b * beta_stride_b + (t + tx) * beta_stride_t + i_hv * beta_stride_h
                 ) * T.if_then_else(beta_type == 0, 4, 2)
-                beta_word = T.call_extern("uint32", "qlk_ask", beta_from & T.int64(-4), T.cast(tx < valid, "int32"))
+                beta_word = T.call_extern("uint32", "qla_ask_if", beta_from & T.int64(-4), T.cast(tx < valid, "int32"))
                 device("qlk_gates", g_address + (i_b * g_stride_b + t * g_stride_t + i_hv * g_stride_h) * T.if_then_else(g_type == 0, 4, 2),
                     g_type, g_stride_t, valid, gate, lower_bound, A_log_address, dt_bias_address, i_hv,
                     T.access_ptr(x, "w"), smem(start[0, 0]),
