@@ -181,7 +181,8 @@ def _run(
 ) -> tuple:
     """``function``, a public operator, of checked arguments, with the state that the ranks before hand on.
 
-    ``kernels`` make the maps, where the operator has some for these tensors; else the operator itself does. ``others`` are options that have no part in what happens to a state. Returns what ``function`` does.
+    ``kernels`` make the maps, where the operator has some for these tensors; else the operator itself does. ``others``
+    are options that have no part in what happens to a state. Returns what ``function`` does.
     """
     tokens = int(context.cu_seqlens_cpu[-1])
     if (T := arguments["q"].shape[1]) != tokens:
