@@ -1,12 +1,21 @@
 """GPU tests skipped without a GPU, a seed for each test, and memory that shows when nobody wrote it."""
 
+import contextlib
 import faulthandler
 import functools
+import importlib
 import sys
 import zlib
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+
+# transformers imports a package `kernels`, which `python -m pytest` would take for this checkout's folder: that comes first.
+_elsewhere = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).parents[1]]
+with contextlib.suppress(ModuleNotFoundError), patch.object(sys, "path", _elsewhere):
+    importlib.import_module("kernels")
 
 # Shapes here are too small for threads, which only wait for each other on a busy machine.
 torch.set_num_threads(1)
