@@ -125,32 +125,36 @@ inline void fence_barrier_init() {}
 inline void prefetch_tma_descriptor(const CUtensorMap&) {}
 inline void tma_store_arrive() {}
 template <int, bool> void tma_store_wait() {}
-// Any lane but the one that arrives.
-template <int> bool tl_shuffle_elect() { return current % 32 == 7; }
+// One thread of every `extent`, of all where it is 0: in its first warp any lane but the one that arrives.
+template <int extent> bool tl_shuffle_elect() {
+  int warp = current / 32;
+  return current % 32 == 7 && (extent ? warp % (extent / 32) : warp) == 0;
+}
 inline void ptx_stmatrix_m8n8_x4(void* p, int a, int b, int c, int d) { qla_stmatrix(qla_smem(p), a, b, c, d); }
 inline void __sync_thread_partial(int barrier, int threads) { named[barrier].wait(threads); }
 
-inline float number(unsigned p) {
+inline float value(DataType type, uint16_t x) { return type == DataType::kBFloat16 ? from_bf16(x) : __half2float(x); }
+inline float number(DataType type, unsigned p) {
   if (p + 2 > sizeof shared) fprintf(stderr, "shared address %u\n", p), abort();
   uint16_t x;
   memcpy(&x, shared + p, 2);
-  return QLA_BF16 ? from_bf16(x) : __half2float(x);
+  return value(type, x);
 }
 // Number (row, k) of an operand of 16 columns: along k, or with `across` along rows, as it lies in shared memory.
-inline float element(uint64_t descriptor, bool across, int row, int k) {
+inline float element(DataType type, uint64_t descriptor, bool across, int row, int k) {
   unsigned start = descriptor & 0xfffff;
   int lbo = descriptor >> 20 & 0xffff, sbo = descriptor >> 36;
   unsigned p = across ? start + row / 64 * lbo * 16 + k / 8 * (sbo * 16) + k % 8 * 128 + row % 64 * 2 : start + row / 8 * (sbo * 16) + row % 8 * 128 + k * 2;
-  return number(p ^ (p >> 7 & 7) << 4);
+  return number(type, p ^ (p >> 7 & 7) << 4);
 }
 // c += a b^T, rows of a by warps, 8 columns a step; `a` gives (row of the warp's 16, k).
-template <int N, class A> void multiply(A a, uint64_t b, bool across, float* c, bool accumulate) {
+template <int N, class A> void multiply(A a, DataType type, uint64_t b, bool across, float* c, bool accumulate) {
   int g = current % 32 / 4, t = current % 4 * 2;
   for (int j = 0; j < N / 8; j++)
     for (int e = 0; e < 2; e++) {
       double sum[2] = {0, 0};
       for (int k = 0; k < 16; k++) {
-        double x = element(b, across, 8 * j + t + e, k);
+        double x = element(type, b, across, 8 * j + t + e, k);
         for (int h = 0; h < 2; h++) sum[h] += a(g + 8 * h, k) * x;
       }
       for (int h = 0; h < 2; h++) {
@@ -159,23 +163,23 @@ template <int N, class A> void multiply(A a, uint64_t b, bool across, float* c, 
       }
     }
 }
-template <DataType, DataType, DataType, int M, int N, int KK, bool a_across, bool across, int a_sign, int b_sign>
+template <DataType type, DataType, DataType, int M, int N, int KK, bool a_across, bool across, int a_sign, int b_sign>
 void wgmma_rs(const uint32_t* a, uint64_t b, uint32_t* c, int accumulate) {
   static_assert(M == 64 && KK == 16 && !a_across && a_sign == 1 && b_sign == 1);
   exchange(a, 4, [&](auto& lanes) {
     auto number = [&](int row, int k) {
       uint16_t x = lanes[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)] >> 16 * (k % 2);
-      return (double)(QLA_BF16 ? from_bf16(x) : __half2float(x));
+      return (double)value(type, x);
     };
-    multiply<N>(number, b, across, (float*)c, accumulate);
+    multiply<N>(number, type, b, across, (float*)c, accumulate);
     return 0;
   });
 }
-template <DataType, DataType, DataType, int M, int N, int KK, bool a_across, bool across, int a_sign, int b_sign>
+template <DataType type, DataType, DataType, int M, int N, int KK, bool a_across, bool across, int a_sign, int b_sign>
 void wgmma_ss(uint64_t a, uint64_t b, uint32_t* c, int accumulate) {
   static_assert(M == 64 && KK == 16 && a_sign == 1 && b_sign == 1);
   int first = current % 128 / 32 * 16;
-  multiply<N>([&](int row, int k) { return (double)element(a, a_across, first + row, k); }, b, across, (float*)c, accumulate);
+  multiply<N>([&](int row, int k) { return (double)element(type, a, a_across, first + row, k); }, type, b, across, (float*)c, accumulate);
 }
 
 template <class F> void each_of_box(const CUtensorMap& m, unsigned shared_at, const long long* at, F f) {

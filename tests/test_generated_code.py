@@ -77,6 +77,7 @@ CASES = {
     "head dims of 64": (dict(T=150, H=1, HV=2, K=64, V=64), BF16, 64, None),
     "segments": (dict(T=330, H=1, HV=2), BF16, 64, 2),
     "packed segments": (dict(lengths=[330, 0, 70], H=1, HV=2, K=64, V=64), BF16, 64, 1),
+    "segments in fp16": (dict(T=130, H=1, HV=1, K=64, V=64), FP16, 64, 1),
 }
 
 
